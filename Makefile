@@ -1,0 +1,54 @@
+# Every target does all of its own set-up on a fresh machine: it finds a Python, makes the environment and installs.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint test test-newest test-gpu-compile test-ascend accept clean
+
+VENV ?= .venv
+JAX_PIN ?= jax==0.11.2
+WORKERS ?= 2
+PROMPT ?= The quick brown fox
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
+
+help:
+	@echo "make setup              $(VENV) with the package (editable) and the dev extra, $(JAX_PIN)"
+	@echo "make demo               set up, then tokens of the embedded model; prints seconds of each part"
+	@echo "make lint               format, lint, types, import direction, file lengths"
+	@echo "make test               lint, then the fast tests"
+	@echo "make test-newest        the invariance and sharding tests on the newest supported jax"
+	@echo "make test-gpu-compile   GPU kernels compiled without a device"
+	@echo "make test-ascend        the Ascend bridge against its simulator"
+	@echo "make accept ISSUE=n     the full acceptance set of one issue, into benchmarks/results"
+
+setup:
+	@tools/setup_venv.sh $(VENV) dev $(JAX_PIN)
+
+demo:
+	@VENV=$(VENV) JAX_PIN=$(JAX_PIN) tools/demo.sh "$(PROMPT)"
+
+lint: setup
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) tools/check_tree.py
+	$(PY) -m pyright --pythonpath $(PY)
+
+test: lint
+	$(PYTEST) tests
+
+test-newest:
+	@tools/test_newest.sh
+
+test-gpu-compile:
+	@tools/lane.sh test-gpu-compile "pallas_kernels/*/pallas_*.py" \
+		"no Pallas kernel exists yet, so there is nothing to compile for sm_90a or sm_100a"
+
+test-ascend:
+	@tools/lane.sh test-ascend "native_ascend/ops/*.py" \
+		"native_ascend has no operator yet, so there is nothing to build or simulate"
+
+accept: setup
+	@VENV=$(VENV) WORKERS=$(WORKERS) tools/accept.sh "$(ISSUE)"
+
+clean:
+	rm -rf $(VENV) .venv-newest .cache .pytest_cache .ruff_cache .hypothesis build dist site

@@ -1,0 +1,91 @@
+"""Functional JAX inference for DeepSeek-V4.1-Flash.
+
+The names below are the public interface (architecture.md 4). They are resolved on first use, so
+that importing the package imports no jax and initialises no backend.
+"""
+
+from importlib import import_module
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer_jax.config.hf import config_from_hf, read_config
+    from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
+    from deepinfer_jax.config.presets import PRESETS, preset
+    from deepinfer_jax.config.runtime import RuntimeConfig
+    from deepinfer_jax.engine.llm import LLM
+    from deepinfer_jax.engine.output import Completion, RequestOutput, StreamDelta
+    from deepinfer_jax.errors import (
+        CheckpointError,
+        ConfigError,
+        DeepInferError,
+        InputError,
+        KernelSelectionError,
+        TokenizerError,
+    )
+    from deepinfer_jax.loading import Model, load
+    from deepinfer_jax.model.draft import DraftOutput
+    from deepinfer_jax.model.forward import draft, hidden_states, score
+    from deepinfer_jax.sampling.params import SamplingParams
+
+_NAMES = {
+    "config.hf": ("config_from_hf", "read_config"),
+    "config.model": ("ExecutionConfig", "ModelConfig"),
+    "config.presets": ("PRESETS", "preset"),
+    "config.runtime": ("RuntimeConfig",),
+    "engine.llm": ("LLM",),
+    "engine.output": ("Completion", "RequestOutput", "StreamDelta"),
+    "errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DeepInferError",
+        "InputError",
+        "KernelSelectionError",
+        "TokenizerError",
+    ),
+    "loading": ("Model", "load"),
+    "model.draft": ("DraftOutput",),
+    "model.forward": ("draft", "hidden_states", "score"),
+    "sampling.params": ("SamplingParams",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+__version__ = _version("deepinfer-jax")
+__all__ = [
+    "LLM",
+    "PRESETS",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DeepInferError",
+    "DraftOutput",
+    "ExecutionConfig",
+    "InputError",
+    "KernelSelectionError",
+    "Model",
+    "ModelConfig",
+    "RequestOutput",
+    "RuntimeConfig",
+    "SamplingParams",
+    "StreamDelta",
+    "TokenizerError",
+    "config_from_hf",
+    "draft",
+    "hidden_states",
+    "load",
+    "preset",
+    "read_config",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'deepinfer_jax' has no attribute {name!r}")
+    value = getattr(import_module(f"deepinfer_jax.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

@@ -1,0 +1,1 @@
+"""Command line. Each sub-command is a function in a module of its own name."""

@@ -1,0 +1,63 @@
+"""`deepinfer-jax env`: the record of `deepinfer_jax.environment`, as tables or JSON."""
+
+from typing import Annotated, Any
+
+import typer
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Versions, devices, flags that matter for numerics, and what each extra lacks."""
+    from deepinfer_jax.environment import collect
+
+    record = collect()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(record, indent=2))
+        return
+    _print_tables(record)
+
+
+def _print_tables(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    _print_rows(console, "versions", record["versions"])
+    _print_rows(console, "platform", record["platform"])
+    devices = {
+        f"{device['platform']}:{device['id']}": f"{device['kind']}"
+        + (f" (sm {device['compute_capability']})" if device["compute_capability"] else "")
+        for device in record["devices"]
+    }
+    _print_rows(console, f"devices (default backend {record['backend']})", devices)
+    _print_rows(console, "environment variables", record["environment_variables"])
+    flags = {flag["name"]: flag["value"] for flag in record["numerics_flags"]}
+    _print_rows(console, "flags that change numerics", flags)
+    cache = record["compilation_cache"]
+    _print_rows(
+        console, "compilation cache", {"directory": cache["directory"], "enabled": cache["enabled"]}
+    )
+    missing = {
+        name: "complete" if not extra["missing"] else "lacks " + ", ".join(extra["missing"])
+        for name, extra in record["extras"].items()
+    }
+    _print_rows(console, "extras", missing)
+    for warning in record["warnings"]:
+        console.print(f"[bold red]warning:[/] {escape(warning)}")
+
+
+def _print_rows(console: Any, title: str, rows: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(escape(name), "[dim]not set[/]" if value is None else escape(str(value)))
+    console.print(f"[bold]{escape(title)}[/]")
+    console.print(table)
+    console.print()

@@ -1,0 +1,83 @@
+"""`deepinfer-jax generate`: continue a prompt, printing text as it is produced."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deepinfer_jax.loading import Model
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    model: Annotated[
+        str, typer.Option(help='A checkpoint folder, a hub id, or "nano" (embedded).')
+    ] = "nano",
+    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens to generate.")] = 32,
+    numerics: Annotated[
+        Literal["checkpoint", "float32"],
+        typer.Option(help="The checkpoint's rounding points, or plain float32."),
+    ] = "checkpoint",
+    determinism: Annotated[
+        Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
+    ] = "batch",
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-text token.")] = False,
+) -> None:
+    """Greedy continuation of PROMPT. Text goes to stdout, everything else to stderr."""
+    from rich.console import Console
+
+    from deepinfer_jax.engine.llm import LLM
+    from deepinfer_jax.sampling.params import SamplingParams
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    started = time.perf_counter()
+    llm = LLM(
+        load_with_bar(console, model, numerics=numerics, determinism=determinism),
+    )
+    loaded = time.perf_counter()
+    if llm.model.is_noise:
+        console.print(
+            "[yellow]The embedded model has random weights: its text is noise.[/yellow] It shows "
+            "that a real-format checkpoint runs, nothing else."
+        )
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    count, first, reason = 0, None, None
+    for delta in llm.stream(prompt, params):
+        first = first or time.perf_counter()
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+        count += len(delta.token_ids)
+        reason = delta.finish_reason
+    sys.stdout.write("\n")
+    ended = time.perf_counter()
+    first = first or ended
+    console.print(
+        f"load {loaded - started:.1f} s, first token (with compilation) {first - loaded:.1f} s, "
+        f"{count} tokens in {ended - loaded:.1f} s, finish: {reason}"
+    )
+
+
+def load_with_bar(console: "Console", source: str, **options: Any) -> "Model":
+    """Returns the loaded model, with a bar of bytes read."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
+
+    from deepinfer_jax.loading import load
+
+    with Progress(
+        "loading",
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("loading", total=None)
+        return load(
+            source,
+            progress=lambda done, total, _: bar.update(task, completed=done, total=total),
+            **options,
+        )

@@ -1,0 +1,81 @@
+"""Entry point of `deepinfer-jax`: finds the sub-command's module and imports that one alone."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+# Name -> one line of help. The function is `deepinfer_jax.cli.<name>.<name>`, imported when called.
+COMMANDS = {
+    "generate": "Continue a prompt and stream the text.",
+    "inspect": "Parts, shapes and bytes of a checkpoint or of a config alone.",
+    "env": "Versions, devices, flags that matter, and what each extra lacks.",
+}
+
+app = typer.Typer(
+    name="deepinfer-jax",
+    help="Functional JAX inference for DeepSeek-V4.1-Flash.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def command_app(name: str) -> typer.Typer:
+    """Returns the sub-command `name` as an app of its own; imports its module."""
+    function: Callable[..., object] = getattr(import_module(f"deepinfer_jax.cli.{name}"), name)
+    sub_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    sub_app.command(name)(function)
+    return sub_app
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits; an error of this package is a message and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    from deepinfer_jax.errors import DeepInferError
+
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            name, *rest = arguments
+            command_app(name)(args=rest, prog_name=f"deepinfer-jax {name}")
+        else:
+            app(args=arguments, prog_name="deepinfer-jax")
+    except DeepInferError as error:
+        print(f"deepinfer-jax: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("deepinfer-jax"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Functional JAX inference for DeepSeek-V4.1-Flash."""
+
+
+def _add_to_help(name: str, line: str) -> None:
+    # The app only lists names; `main` runs the command, so that help imports none of them.
+    @app.command(name, help=line)
+    def listed() -> None:
+        command_app(name)()
+
+
+for _name, _line in COMMANDS.items():
+    _add_to_help(_name, _line)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Exceptions a caller may catch. All derive from `DeepInferError`.
+
+A message states the rule, what was received, where, and what to do (style.md 3.9).
+"""
+
+
+class DeepInferError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class ConfigError(DeepInferError, ValueError):
+    """A config.json, preset or option that cannot be honoured."""
+
+
+class CheckpointError(DeepInferError, ValueError):
+    """A checkpoint whose files, names, shapes or dtypes do not match its config."""
+
+
+class TokenizerError(DeepInferError, ValueError):
+    """A tokenizer that does not belong to the checkpoint's config."""
+
+
+class InputError(DeepInferError, ValueError):
+    """A prompt, token id or request parameter outside its documented range."""
+
+
+class KernelSelectionError(DeepInferError, ValueError):
+    """A kernel implementation that was named but does not exist or cannot run here."""

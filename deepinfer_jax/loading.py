@@ -1,0 +1,208 @@
+"""`load`: from a checkpoint to parameters, config and tokenizer, with every option decided once."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_jax.checkpoint.expand import expand_float32
+from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
+from deepinfer_jax.checkpoint.loader import EngramPlace, load_params
+from deepinfer_jax.config.hf import read_config
+from deepinfer_jax.config.model import (
+    DeterminismLevel,
+    ExecutionConfig,
+    ModelConfig,
+    NumericsMode,
+)
+from deepinfer_jax.environment import numerics_flags
+from deepinfer_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    KernelSelectionError,
+    TokenizerError,
+)
+from deepinfer_jax.model.engram.vocabulary import build_token_map
+from deepinfer_jax.model.params import Params
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+#: Where "nano" points until a trained nano exists: random weights, so its text is noise.
+EMBEDDED = Path(__file__).parent / "data" / "tiny_v41"
+#: Float32 weights up to this size are expanded once at load; larger ones stay quantised and are
+#: dequantised where they are used, with the same values.
+EXPAND_LIMIT_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model: `params` is a pytree, `config` is static and hashable."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: "Tokenizer | None"
+    source: str
+    is_noise: bool = False  # random weights shipped for demonstrations
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    numerics: NumericsMode = "checkpoint",
+    determinism: DeterminismLevel = "batch",
+    mesh: Any = None,
+    kernels: str | Mapping[str, str] | None = None,
+    tp_chunks: int | None = None,
+    seed: int | None = None,
+    engram: EngramPlace = "device",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Model:
+    """Returns the model of a checkpoint.
+
+    Args:
+        source: A folder in Hugging Face layout, the word "nano" (embedded), or a hub id "org/name".
+        numerics: "checkpoint" (every rounding point of the released code) or "float32" (weights
+            dequantised, nothing else rounded).
+        determinism: "batch", "run" or "off" (determinism.md 1).
+        mesh: Only None (one device) so far.
+        kernels: None or "xla"; Pallas and Ascend implementations do not exist yet.
+        tp_chunks: Only None so far; it belongs to tensor parallelism.
+        seed: Initialises random weights, so it raises for a source that has weights.
+        engram: Engram tables on the "device", in "host" memory, or "mapped" from the file.
+        progress: Called as `(done_bytes, total_bytes, name)` for every tensor read.
+
+    Raises:
+        ConfigError: The config or an option cannot be honoured.
+        CheckpointError: Files are absent, damaged or do not match the config.
+        TokenizerError: The tokenizer does not belong to the config.
+    """
+    _check_options(numerics, determinism, mesh, kernels, tp_chunks)
+    folder = resolve_folder(source)
+    if seed is not None:
+        raise ConfigError(
+            f"seed initialises random weights, but {folder} has weights: leave seed out "
+            "(a request's seed belongs to SamplingParams)"
+        )
+    config = read_config(folder)
+    if config.model_type != "deepseek_v41":
+        raise ConfigError(
+            f"only deepseek_v41 can be run so far, {folder} is {config.model_type}: its config and "
+            "tensors can be inspected (`deepinfer-jax inspect`)"
+        )
+    tokenizer = read_tokenizer(folder)
+    token_map = None
+    if config.engram is not None:
+        if tokenizer is None:
+            raise TokenizerError(
+                f"the Engram hash needs tokenizer.json, {folder} has none: copy the one published "
+                "with the checkpoint"
+            )
+        token_map = build_token_map(tokenizer, config.engram, config.vocab_size)
+    params = load_params(folder, config, progress=progress, engram=engram)
+    if numerics == "float32" and _float32_bytes(config) <= EXPAND_LIMIT_BYTES:
+        params = expand_float32(params)
+    if params.engram is not None:
+        params = replace(params, engram=replace(params.engram, token_map=token_map))
+    execution = ExecutionConfig(numerics=numerics, determinism=determinism)
+    return Model(
+        config=replace(config, execution=execution),
+        params=params,
+        tokenizer=tokenizer,
+        source=str(source),
+        is_noise=folder == EMBEDDED,
+    )
+
+
+def resolve_folder(source: str | os.PathLike[str]) -> Path:
+    """Returns the local folder of a source; downloads a hub id at first use.
+
+    Raises:
+        CheckpointError: The source is neither a folder, "nano" nor a hub id that can be had.
+    """
+    if source == "nano":
+        return EMBEDDED
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    name = os.fspath(source)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _download(name)
+    raise CheckpointError(
+        f'a source is a folder in Hugging Face layout, "nano", or a hub id "org/name"; {name!r} is '
+        "none of them: check the path"
+    )
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} is no local folder, and as a hub id it could not be fetched: {error}"
+        ) from error
+
+
+def read_tokenizer(folder: Path) -> "Tokenizer | None":
+    """Returns the tokenizer of a checkpoint folder, None if it has no tokenizer.json.
+
+    Raises:
+        TokenizerError: The file cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise TokenizerError(f"{path} is no readable tokenizer: {error}") from error
+
+
+def _check_options(
+    numerics: str,
+    determinism: str,
+    mesh: Any,
+    kernels: str | Mapping[str, str] | None,
+    tp_chunks: int | None,
+) -> None:
+    for name, value, legal in (
+        ("numerics", numerics, ("checkpoint", "float32")),
+        ("determinism", determinism, ("off", "run", "batch")),
+    ):
+        if value not in legal:
+            raise ConfigError(f"{name} must be one of {legal}, got {value!r}")
+    if mesh is not None:
+        raise ConfigError(f"mesh must be None (one device) so far, got {mesh!r}")
+    if tp_chunks is not None:
+        raise ConfigError(f"tp_chunks must be None without tensor parallelism, got {tp_chunks!r}")
+    named = {kernels} if isinstance(kernels, str) else set((kernels or {}).values())
+    if named - {"xla"}:
+        raise KernelSelectionError(
+            f'kernels must be None or "xla" so far, got {kernels!r}: no other implementation exists'
+        )
+    if determinism == "batch":
+        _check_flags()
+
+
+def _check_flags() -> None:
+    """Raises ConfigError if a flag contradicts level "batch" (determinism.md 4.4)."""
+    flags = numerics_flags(os.environ.get("XLA_FLAGS", ""), {})
+    conflicts = [flag for flag in flags if flag["contradicts_batch"]]
+    if conflicts:
+        raise ConfigError(
+            'determinism="batch" cannot be held with '
+            + "; ".join(f"{flag['name']}={flag['value']} ({flag['why']})" for flag in conflicts)
+            + '. Remove the flag, or ask for determinism="run" or "off".'
+        )
+
+
+def _float32_bytes(config: ModelConfig) -> int:
+    return 4 * count_summary(tensor_inventory(config)).elements
+
+
+__all__ = ["EMBEDDED", "Model", "load", "read_tokenizer", "resolve_folder"]

@@ -1,0 +1,77 @@
+"""Softmax attention with a sink over one key list per row (model.md 3.6).
+
+The list is a function of the row's position and the config alone, and it is folded in blocks of 64
+ranks: block maximum, rescale, BF16 probabilities, value product. That partition is part of the
+arithmetic, in prefill, decode and verification alike.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float
+
+from deepinfer_jax.numerics.ops import Ops
+
+BLOCK = 64
+_LOWEST = -1e30  # start of the running maximum; finite, so that an empty row stays free of NaN
+
+
+def pad_keys(
+    keys: Float[Array, "t s c"], valid: Bool[Array, "t s"]
+) -> tuple[Float[Array, "t s2 c"], Bool[Array, "t s2"]]:
+    """Returns the list padded at its end to a multiple of 64 ranks, invalid rows zeroed."""
+    missing = -keys.shape[1] % BLOCK
+    keys = jnp.where(valid[:, :, None], keys, 0.0)  # 0 * NaN of an unused row would poison the sum
+    return (
+        jnp.pad(keys, ((0, 0), (0, missing), (0, 0))),
+        jnp.pad(valid, ((0, 0), (0, missing))),
+    )
+
+
+def attend(
+    ops: Ops,
+    q: Float[Array, "t h c"],
+    keys: Float[Array, "t s c"],
+    valid: Bool[Array, "t s"],
+    sink: Float[Array, " h"],
+) -> Float[Array, "t h c"]:
+    """Returns attention of every head over its row's keys, which are also the values.
+
+    keys, valid: the key list; invalid ranks have probability 0. The sink is an unscaled logit that
+    joins the denominator once, after the last block. A row without keys gives zeros.
+    """
+    keys, valid = pad_keys(keys, valid)
+    rows, heads, dim = q.shape
+    blocks = keys.shape[1] // BLOCK
+    scale = dim**-0.5
+
+    def fold(carry: tuple, block: tuple) -> tuple[tuple, None]:
+        key, mask = block
+
+        def visit(carry: tuple) -> tuple:
+            maximum, denominator, total = carry
+            scores = jnp.where(mask[:, None, :], ops.contract_pairs(q, key) * scale, -jnp.inf)
+            raised = jnp.maximum(maximum, scores.max(axis=-1))
+            shrink = jnp.exp(maximum - raised)
+            weight = jnp.exp(scores - raised[:, :, None])
+            value = ops.contract_values(ops.bf16(weight), key)
+            return (
+                raised,
+                denominator * shrink + ops.tree_sum(weight),
+                total * shrink[:, :, None] + value,
+            )
+
+        # A block of only -1 ranks changes nothing, so skipping it changes no bit.
+        return lax.cond(mask.any(), visit, lambda c: c, carry), None
+
+    start = (
+        jnp.full((rows, heads), _LOWEST),
+        jnp.zeros((rows, heads)),
+        jnp.zeros((rows, heads, dim)),
+    )
+    key_blocks = keys.reshape(rows, blocks, BLOCK, dim).swapaxes(0, 1)
+    mask_blocks = valid.reshape(rows, blocks, BLOCK).swapaxes(0, 1)
+    (maximum, denominator, total), _ = lax.scan(fold, start, (key_blocks, mask_blocks))
+    final = jnp.maximum(maximum, sink)
+    shrink = jnp.exp(maximum - final)
+    denominator = denominator * shrink + jnp.exp(sink - final)
+    return total * shrink[:, :, None] / denominator[:, :, None]

@@ -1,0 +1,109 @@
+"""Lightning indexer: scores, top-k and candidate blocks (model.md 3.8, 3.9)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.model.attention.projections import Rope
+from deepinfer_jax.model.params import IndexerParams
+from deepinfer_jax.model.rope import apply_rope
+from deepinfer_jax.numerics.ops import Ops
+from pallas_kernels import core
+
+KEY_BLOCK = 64  # keys scored at once; scores of different keys never meet, so it is free of bits
+
+
+def index_query(
+    ops: Ops, config: ModelConfig, params: IndexerParams, latent: Float[Array, "t q"], rope: Rope
+) -> Float[Array, "t h i"]:
+    """Returns rotated index queries, Q4m quantised; no norm."""
+    indexer = config.indexer
+    query = ops.bf16(ops.contract(ops.q8(latent), params.wq_b))
+    query = query.reshape(query.shape[0], indexer.index_n_heads, indexer.index_head_dim)
+    return ops.q4m(ops.bf16(apply_rope(query, *rope)))
+
+
+def head_weights(ops: Ops, params: IndexerParams, v: Float[Array, "t d"]) -> Float[Array, "t h"]:
+    """Returns the weight of every index head, before the constant."""
+    return ops.bf16(ops.contract(v, params.weights_proj))
+
+
+def score_block(
+    ops: Ops,
+    config: ModelConfig,
+    query: Float[Array, "t h i"],
+    weight: Float[Array, "t h"],
+    keys: Float[Array, "t s i"],
+) -> Float[Array, "t s"]:
+    """Returns sum_h relu(q_h . k) * w_h, BF16 at every stage, heads added in ascending order."""
+    indexer = config.indexer
+    constant = indexer.index_head_dim**-0.5 * indexer.index_n_heads**-0.5
+    scaled = ops.bf16(weight * constant)
+    dots = ops.bf16(ops.contract_pairs(query, keys))
+    weighted = ops.bf16(jax.nn.relu(dots) * scaled[:, :, None])
+    return ops.bf16(ops.fold_sum(weighted, axis=1))
+
+
+def select(
+    config: ModelConfig,
+    scores: Float[Array, "t s"],
+    length: Int[Array, " t"],
+    inside: Bool[Array, "t s"] | None = None,
+) -> Int[Array, "t k"]:
+    """Returns the `index_topk` best visible indices, ascending, -1 padded; ties to the lower index.
+
+    length: visible indices of every row. inside: positions that may be chosen at all.
+    """
+    visible = jnp.arange(scores.shape[1]) < length[:, None]
+    if inside is not None:
+        visible = visible & inside
+    return core.select_topk(jnp.where(visible, scores, -jnp.inf), config.indexer.index_topk)
+
+
+def candidate_mask(
+    config: ModelConfig, scores: Float[Array, "t s"], length: Int[Array, " t"]
+) -> Bool[Array, "t b"]:
+    """Returns which blocks of compressed indices later index sources may score."""
+    indexer = config.indexer
+    return core.select_blocks(
+        scores, length, indexer.candidate_block_size, indexer.candidate_topk_blocks
+    )
+
+
+def candidate_positions(
+    config: ModelConfig, mask: Bool[Array, "t b"], capacity: int
+) -> Bool[Array, "t s"]:
+    """Returns which compressed indices lie inside the candidate blocks."""
+    return core.expand_blocks(mask, config.indexer.candidate_block_size, capacity)
+
+
+def score_all(
+    ops: Ops,
+    config: ModelConfig,
+    query: Float[Array, "t h i"],
+    weight: Float[Array, "t h"],
+    read_keys: Callable[[Array], Array],
+    length: Int[Array, " t"],
+    capacity: int,
+) -> Float[Array, "t s"]:
+    """Returns scores [t, capacity] of compressed indices below the longest row; -inf above it.
+
+    read_keys: index [t, KEY_BLOCK] -> keys. Selection is not differentiable, so neither is this.
+    """
+    query, weight = lax.stop_gradient((query, weight))
+    blocks = -(-capacity // KEY_BLOCK)
+
+    def visit(block: Int[Array, ""], scores: Float[Array, "t s"]) -> Float[Array, "t s"]:
+        index = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+        index = jnp.broadcast_to(jnp.minimum(index, capacity - 1), (query.shape[0], KEY_BLOCK))
+        keys = lax.stop_gradient(read_keys(index))
+        found = score_block(ops, config, query, weight, keys)
+        return lax.dynamic_update_slice(scores, found, (0, block * KEY_BLOCK))
+
+    start = jnp.full((query.shape[0], blocks * KEY_BLOCK), -jnp.inf)
+    used = -(-length.max() // KEY_BLOCK)
+    return lax.fori_loop(0, used, visit, start)[:, :capacity]

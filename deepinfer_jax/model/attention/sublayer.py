@@ -1,0 +1,235 @@
+"""The attention sub-layer of a backbone layer: write this tile's rows, select, attend.
+
+Everything a row reads, its own window row included, is read back from the cache after the tile has
+written, in the stored format: prefill, decode and verification see the same keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import source_ratios
+from deepinfer_jax.model import rows
+from deepinfer_jax.model.attention import compress, core, indexer, projections
+from deepinfer_jax.model.attention.window import read_window, write_window
+from deepinfer_jax.model.params import CompressorParams, LayerParams, Params
+from deepinfer_jax.model.rope import rope_frequencies, rope_tables
+from deepinfer_jax.model.state import CacheState, read_pages, write_pages
+from deepinfer_jax.model.tile import Role, Rows, Selection, branch
+from deepinfer_jax.numerics.ops import Ops
+
+Published = tuple[Float[Array, "t c"], Float[Array, "t i"]]  # compressed rows, index keys
+
+
+def attention(
+    ops: Ops,
+    config: ModelConfig,
+    params: Params,
+    layer: LayerParams,
+    role: Role,
+    state: CacheState,
+    selection: Selection,
+    tile: Rows,
+    v: Float[Array, "t d"],
+) -> tuple[CacheState, Float[Array, "t d"], Selection, Published]:
+    """Returns (state with this tile's rows written, output, selection, rows published by a source).
+
+    layer: leaves of this layer. params: for the compressor and indexer leaves of its role.
+    v: normed sub-layer input.
+    """
+    frequency = rope_frequencies(config.attention)[role.yarn]
+    rope = rope_tables(tile.position, frequency)
+    latent = projections.query_latent(ops, config, layer, v)
+    query = projections.queries(ops, config, layer, latent, rope)
+    key = projections.window_key(ops, config, layer, v, rope)
+    state = write_window(config, state, role.layer, tile, key)
+    state, published = _compress(ops, config, params, role, state, tile, v, frequency)
+    selection = _select(ops, config, params, role, state, selection, tile, v, latent, rope)
+    keys, valid = _key_list(config, role, state, tile, selection.topk)
+    mixed = core.attend(ops, query, keys, valid, layer.attn_sink)
+    return state, projections.output(ops, config, layer, mixed, rope), selection, published
+
+
+def _compress(
+    ops: Ops,
+    config: ModelConfig,
+    params: Params,
+    role: Role,
+    state: CacheState,
+    tile: Rows,
+    v: Float[Array, "t d"],
+    frequency: Float[Array, " r2"],
+) -> tuple[CacheState, Published]:
+    """Writes compressor tails, then compressed rows and index keys of groups this tile closes."""
+    count, dim = tile.ids.shape[0], config.attention.head_dim
+    ratios = source_ratios(config)
+
+    def leaves(group: int) -> CompressorParams:
+        return jax.tree.map(lambda leaf: leaf[role.source], params.compressors[group])
+
+    def project(group: int) -> Callable[[], Array]:
+        return lambda: compress.project(ops, leaves(group), v)
+
+    def publish(group: int, ratio: int) -> Callable[[], Published]:
+        def run() -> Published:
+            one, first = leaves(group), tile.position // ratio * ratio
+            tail = state.comp_tail[group]
+            if tail is None:
+                latent = compress.single(ops, config, one, v)
+            else:
+                ring = (first[:, None] + jnp.arange(ratio)) % tail.shape[2]
+                latent = compress.pool(
+                    ops, config, one, tail[role.source, tile.slot[:, None], ring]
+                )
+            return compress.publish(ops, config, one, latent, first, frequency)
+
+        return run
+
+    no_tail = jnp.zeros((count, 2, dim), jnp.float32)
+    tail = branch(
+        role.owner,
+        lambda: no_tail,
+        [(lambda: no_tail) if ratio == 1 else project(g) for g, ratio in enumerate(ratios)],
+    )
+    state = _write_tails(role, state, tile, tail)
+    nothing = (
+        jnp.zeros((count, dim), jnp.float32),
+        jnp.zeros((count, config.indexer.index_head_dim), jnp.float32),
+    )
+    published = branch(
+        role.owner, lambda: nothing, [publish(g, ratio) for g, ratio in enumerate(ratios)]
+    )
+    return _write_published(config, role, state, tile, published)
+
+
+def _write_tails(
+    role: Role, state: CacheState, tile: Rows, tail: Float[Array, "t 2 c"]
+) -> CacheState:
+    tails = list(state.comp_tail)
+    for group, leaf in enumerate(tails):
+        if leaf is not None:
+            slot = jnp.where(tile.valid & (role.owner == group), tile.slot, leaf.shape[1])
+            ring = tile.position % leaf.shape[2]
+            tails[group] = leaf.at[role.source, slot, ring].set(tail, mode="drop")
+    return replace(state, comp_tail=tuple(tails))
+
+
+def _write_published(
+    config: ModelConfig, role: Role, state: CacheState, tile: Rows, published: Published
+) -> tuple[CacheState, Published]:
+    """Stores the rows of closed groups; returns the state and the values as they will be read."""
+    stored = rows.encode_main(config, published[0])
+    data, scale = rows.encode_index(config, published[1])
+    main, keys, scales = list(state.main), list(state.index_data), list(state.index_scale)
+    for group, ratio in enumerate(source_ratios(config)):
+        closes = (tile.position + 1) % ratio == 0
+        allowed = tile.valid & (role.owner == group) & closes
+        address = (state, role.source, tile.slot, tile.position // ratio)
+        main[group] = write_pages(main[group], *address, stored, allowed)
+        keys[group] = write_pages(keys[group], *address, data, allowed)
+        scale_leaf = scales[group]
+        if scale is not None and scale_leaf is not None:
+            scales[group] = write_pages(scale_leaf, *address, scale, allowed)
+    state = replace(state, main=tuple(main), index_data=tuple(keys), index_scale=tuple(scales))
+    return state, (rows.decode_main(config, stored), rows.decode_index(config, data, scale))
+
+
+def _select(
+    ops: Ops,
+    config: ModelConfig,
+    params: Params,
+    role: Role,
+    state: CacheState,
+    selection: Selection,
+    tile: Rows,
+    v: Float[Array, "t d"],
+    latent: Float[Array, "t q"],
+    rope: projections.Rope,
+) -> Selection:
+    """Returns this layer's own selection if it is an index source, else the one it was given."""
+    candidate_source = config.indexer.candidate_source_layer_id
+    candidate_ratio = (
+        None if candidate_source is None else config.attention.compress_ratios[candidate_source]
+    )
+
+    def search(group: int, ratio: int) -> Callable[[], Selection]:
+        def run() -> Selection:
+            leaves = jax.tree.map(lambda leaf: leaf[role.index], params.indexers)
+            query = indexer.index_query(ops, config, leaves, latent, rope)
+            weight = indexer.head_weights(ops, leaves, v)
+            length = jnp.where(tile.valid, (tile.position + 1) // ratio, 0)
+            capacity = state.block_table.shape[1] * state.main[group].shape[2]
+            scores = indexer.score_all(
+                ops,
+                config,
+                query,
+                weight,
+                _index_keys(config, role, state, tile, group),
+                length,
+                capacity,
+            )
+            if ratio != candidate_ratio:
+                topk = indexer.select(config, scores, length)
+                return Selection(topk=topk, candidates=selection.candidates)
+            found = indexer.candidate_mask(config, scores, length)
+            mask = jnp.where(role.is_candidate_source == 1, found, selection.candidates)
+            inside = indexer.candidate_positions(config, mask, capacity)
+            topk = indexer.select(config, scores, length, inside | (role.uses_candidates == 0))
+            return Selection(topk=topk, candidates=mask)
+
+        return run
+
+    group = jnp.where(role.index >= 0, role.group, -1)
+    searches = [search(g, ratio) for g, ratio in enumerate(source_ratios(config))]
+    return branch(group, lambda: selection, searches)
+
+
+def _index_keys(
+    config: ModelConfig, role: Role, state: CacheState, tile: Rows, group: int
+) -> Callable[[Int[Array, "t s"]], Float[Array, "t s i"]]:
+    def read(index: Int[Array, "t s"]) -> Float[Array, "t s i"]:
+        address = (state, role.source, tile.slot, index)
+        leaf = state.index_scale[group]
+        scale = None if leaf is None else read_pages(leaf, *address)
+        return rows.decode_index(config, read_pages(state.index_data[group], *address), scale)
+
+    return read
+
+
+def _key_list(
+    config: ModelConfig, role: Role, state: CacheState, tile: Rows, topk: Int[Array, "t k"]
+) -> tuple[Float[Array, "t s c"], Bool[Array, "t s"]]:
+    """Returns window ranks, then selected ranks (model.md 3.6)."""
+    keys, valid = read_window(config, state, role.layer, tile.slot, tile.position)
+
+    def selected(group: int) -> Callable[[], Array]:
+        return lambda: rows.decode_main(
+            config, read_pages(state.main[group], state, role.source, tile.slot, topk)
+        )
+
+    shape = (*topk.shape, config.attention.head_dim)
+    chosen = branch(
+        role.group,
+        lambda: jnp.zeros(shape, jnp.float32),
+        [selected(group) for group in range(len(state.main))],
+    )
+    usable = (topk >= 0) & (role.group >= 0)
+    return jnp.concatenate([keys, chosen], axis=1), jnp.concatenate([valid, usable], axis=1)
+
+
+def empty_selection(config: ModelConfig, state: CacheState, count: int) -> Selection:
+    """Returns the selection before the first index source: nothing chosen, no candidate blocks."""
+    source, blocks = config.indexer.candidate_source_layer_id, 0
+    if source is not None:
+        group = source_ratios(config).index(config.attention.compress_ratios[source])
+        capacity = state.block_table.shape[1] * state.main[group].shape[2]
+        blocks = -(-capacity // config.indexer.candidate_block_size)
+    return Selection(
+        topk=jnp.full((count, config.indexer.index_topk), -1, jnp.int32),
+        candidates=jnp.zeros((count, blocks), bool),
+    )

@@ -1,0 +1,46 @@
+"""Window rows: a ring per sequence and layer, addressed by position (model.md 4.2)."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.model import rows
+from deepinfer_jax.model.state import CacheState
+from deepinfer_jax.model.tile import Rows
+
+
+def window_ranks(position: Int[Array, " t"], window: int) -> Int[Array, "t w"]:
+    """Returns positions max(0, p-W+1)..p ascending, valid ones first, then -1."""
+    first = jnp.maximum(position - window + 1, 0)[:, None]
+    ranks = first + jnp.arange(window, dtype=jnp.int32)
+    return jnp.where(ranks <= position[:, None], ranks, -1)
+
+
+def write_window(
+    config: ModelConfig,
+    state: CacheState,
+    layer: Int[Array, ""] | int,
+    tile: Rows,
+    key: Float[Array, "t c"],
+) -> CacheState:
+    """Returns the state with the tile's window rows in their ring slots; padding is dropped."""
+    ring = tile.position % state.window.shape[2]
+    slot = jnp.where(tile.valid, tile.slot, state.window.shape[0])
+    stored = rows.encode_window(config, key)
+    return replace(state, window=state.window.at[slot, layer, ring].set(stored, mode="drop"))
+
+
+def read_window(
+    config: ModelConfig,
+    state: CacheState,
+    layer: Int[Array, ""] | int,
+    slot: Int[Array, " t"],
+    position: Int[Array, " t"],
+) -> tuple[Float[Array, "t w c"], Bool[Array, "t w"]]:
+    """Returns the window ranks of rows at `position`: keys and which are valid."""
+    ranks = window_ranks(position, config.attention.sliding_window)
+    ring = jnp.maximum(ranks, 0) % state.window.shape[2]
+    return rows.decode_window(config, state.window[slot[:, None], layer, ring]), ranks >= 0

@@ -1,0 +1,1 @@
+"""Engram: hashed n-gram memory (model.md 3.10)."""

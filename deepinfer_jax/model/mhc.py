@@ -1,0 +1,94 @@
+"""Residual streams: coefficients, collapse before a sub-layer, update after it (model.md 3.3)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from deepinfer_jax.config.model import MHCConfig, ModelConfig
+from deepinfer_jax.model.params import MHCParams
+from deepinfer_jax.numerics.ops import Ops
+
+Streams = tuple[Float[Array, "t m d"], Float[Array, "t m"]]  # residual streams, next input mix
+
+
+def mix_coefficients(
+    ops: Ops, mhc: MHCConfig, eps: float, params: MHCParams, streams: Float[Array, "t m d"]
+) -> tuple[Float[Array, "t m"], Float[Array, "t m"], Float[Array, "t m m"]]:
+    """Returns (A, C, B): input mix for the next sub-layer, output gain, residual mixing matrix.
+
+    B is indexed [i, j] with i the old stream. Float32 throughout; the projection comes before the
+    RMS.
+    """
+    n = mhc.hc_mult
+    flat = streams.reshape(streams.shape[0], -1)
+    mixed = ops.contract(flat, params.fn) * ops.rms_scale(flat, eps)[:, None]
+    scale, base = params.scale, params.base
+    pre = jax.nn.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + mhc.hc_eps
+    post = 2.0 * jax.nn.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    matrix = mixed[:, 2 * n :] * scale[2] + base[2 * n :]
+    return pre, post, sinkhorn(ops, mhc, matrix.reshape(-1, n, n))
+
+
+def sinkhorn(ops: Ops, mhc: MHCConfig, matrix: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
+    """Returns exp(matrix) balanced by alternating row and column steps; ends on a column step.
+
+    The first row step is a softmax plus eps, without a division (model.md 7.1.18).
+    """
+    eps = mhc.hc_eps
+
+    def columns(b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
+        return b / (ops.fold_sum(b, axis=1)[:, None, :] + eps)
+
+    def rows_then_columns(_: int, b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
+        return columns(b / (ops.fold_sum(b, axis=2)[:, :, None] + eps))
+
+    exponential = jnp.exp(matrix - matrix.max(axis=2, keepdims=True))
+    first = exponential / ops.fold_sum(exponential, axis=2)[:, :, None] + eps
+    return lax.fori_loop(0, mhc.hc_sinkhorn_iters - 1, rows_then_columns, columns(first))
+
+
+def collapse(
+    ops: Ops, mix: Float[Array, "t m"], streams: Float[Array, "t m d"]
+) -> Float[Array, "t d"]:
+    """Returns the input of a sub-layer: streams weighted by the mix of the previous sub-layer."""
+    return ops.bf16(ops.fold_sum(mix[:, :, None] * streams, axis=1))
+
+
+def update(
+    ops: Ops,
+    post: Float[Array, "t m"],
+    matrix: Float[Array, "t m m"],
+    output: Float[Array, "t d"],
+    streams: Float[Array, "t m d"],
+) -> Float[Array, "t m d"]:
+    """Returns the new streams: X'[j] = C[j] * y + sum_i B[i, j] * X[i], one rounding."""
+    carried = ops.fold_sum(matrix[:, :, :, None] * streams[:, :, None, :], axis=1)
+    return ops.bf16(post[:, :, None] * output[:, None, :] + carried)
+
+
+def residual(
+    ops: Ops,
+    config: ModelConfig,
+    params: MHCParams,
+    norm: Float[Array, " d"],
+    flow: Streams,
+    run: Callable[[Float[Array, "t d"]], tuple[Float[Array, "t d"], Any]],
+) -> tuple[Streams, Any]:
+    """Returns streams and next mix after one sub-layer, and what `run` returns beside its output.
+
+    The coefficients come from the streams as they are now, the input mix from the sub-layer before.
+    """
+    streams, mix = flow
+    eps = config.rms_norm_eps
+    next_mix, post, matrix = mix_coefficients(ops, config.mhc, eps, params, streams)
+    output, rest = run(ops.norm(collapse(ops, mix, streams), norm, eps))
+    return (update(ops, post, matrix, output, streams), next_mix), rest
+
+
+def initial_mix(rows: int, streams: int) -> Float[Array, "t m"]:
+    """Returns the mix of the first sub-layer: stream 0 only (all streams are equal there)."""
+    return jnp.zeros((rows, streams), jnp.float32).at[:, 0].set(1.0)

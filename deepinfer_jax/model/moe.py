@@ -1,0 +1,114 @@
+"""Mixture of experts: router, experts in fixed-shape products, ordered combine (model.md 3.11)."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from deepinfer_jax.config.model import MoEConfig
+from deepinfer_jax.model.params import ExpertParams, LayerParams
+from deepinfer_jax.numerics.ops import Ops
+from pallas_kernels import core
+
+
+def router_scores(logits: Float[Array, "t e"]) -> Float[Array, "t e"]:
+    """Returns sqrt(softplus(logit)); softplus is the identity above 20."""
+    return jnp.sqrt(jnp.where(logits > 20.0, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20.0)))))
+
+
+def route(
+    ops: Ops,
+    moe: MoEConfig,
+    gate: Float[Array, "e d"],
+    bias: Float[Array, "*t e"],
+    v: Float[Array, "t d"],
+) -> tuple[Int[Array, "t x"], Float[Array, "t x"]]:
+    """Returns (expert ids, weights) in slot order: s + bias descending, ties to the lower id.
+
+    bias: one row for all tokens or one per token; it selects but does not weigh.
+    """
+    scores = router_scores(ops.contract(v, gate))
+    _, ids = core.top_k(scores + bias, moe.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if moe.norm_topk_prob and moe.num_experts_per_tok > 1:
+        weights = weights / (ops.fold_sum(weights, axis=1)[:, None] + 1e-20)
+    return ids, weights * moe.routed_scaling_factor
+
+
+def swiglu(
+    ops: Ops,
+    moe: MoEConfig,
+    expert: ExpertParams,
+    x: Float[Array, "t d"],
+    weight: Float[Array, "t 1"] | None = None,
+) -> Float[Array, "t d"]:
+    """Returns one expert's output; `x` is already quantised.
+
+    The gate is clamped from above only, `up` on both sides; the routing weight multiplies before
+    the down projection's quantiser, so it changes the FP8 scales.
+    """
+    gate = jnp.minimum(ops.bf16(ops.contract(x, expert.w1)), moe.swiglu_limit)
+    up = jnp.clip(ops.bf16(ops.contract(x, expert.w3)), -moe.swiglu_limit, moe.swiglu_limit)
+    active = jax.nn.silu(gate) * up
+    if weight is not None:
+        active = active * weight
+    return ops.bf16(ops.contract(ops.q8(ops.bf16(active)), expert.w2))
+
+
+def routed_experts(
+    ops: Ops,
+    moe: MoEConfig,
+    experts: ExpertParams,
+    layer: Int[Array, ""] | int,
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    valid: Bool[Array, " t"],
+) -> Float[Array, "t k d"]:
+    """Returns the output of every selected expert, [t, slot, d].
+
+    Every expert that a valid row selected runs on all rows of the tile, in ascending order, and its
+    result is kept where it was selected: one product shape whatever the routing. The trip count is
+    the static bound; experts beyond the ones hit are skipped.
+
+    experts: leaves [l, e, ..] of all layers, addressed by (layer, expert): sliced per layer first,
+    all experts of the layer would be copied.
+    """
+    count = experts.w1.shape[1]
+    bound = min(count, ids.size)
+    chosen = (ids[:, :, None] == jnp.arange(count)) & valid[:, None, None]
+    hit = chosen.any(axis=(0, 1))
+    order = jnp.argsort(~hit, stable=True)[:bound].astype(jnp.int32)
+
+    def run(out: Float[Array, "t k d"], expert: Int[Array, ""]) -> Float[Array, "t k d"]:
+        selected = ids == expert
+        weight = jnp.where(selected, weights, 0.0).max(axis=1)  # an expert occurs once per row
+        leaves = jax.tree.map(lambda leaf: leaf[layer, expert], experts)
+        result = swiglu(ops, moe, leaves, x, weight[:, None])
+        return jnp.where(selected[:, :, None], result[:, None, :], out)
+
+    def visit(
+        out: Float[Array, "t k d"], expert: Int[Array, ""]
+    ) -> tuple[Float[Array, "t k d"], None]:
+        return lax.cond(hit[expert], run, lambda o, _: o, out, expert), None
+
+    start = jnp.zeros((*ids.shape, x.shape[1]), jnp.float32)
+    return lax.scan(visit, start, order)[0]
+
+
+def moe_layer(
+    ops: Ops,
+    moe: MoEConfig,
+    params: LayerParams,
+    layer: Int[Array, ""] | int,
+    v: Float[Array, "t d"],
+    valid: Bool[Array, " t"],
+) -> tuple[Float[Array, "t d"], Int[Array, "t k"], Float[Array, "t k"]]:
+    """Returns (sub-layer output, expert ids, routing weights) of text rows.
+
+    params: one layer's leaves, its experts still stacked over all layers.
+    """
+    ids, weights = route(ops, moe, params.gate, params.gate_bias, v)
+    x = ops.q8(v)
+    routed = routed_experts(ops, moe, params.experts, layer, x, ids, weights, valid)
+    return ops.combine(routed, swiglu(ops, moe, params.shared, x)), ids, weights

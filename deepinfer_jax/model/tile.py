@@ -1,0 +1,100 @@
+"""What the layer functions work on: one tile of rows, the flow between layers, roles as data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import (
+    LayerRole,
+    index_layers,
+    layer_roles,
+    source_layers,
+    source_ratios,
+)
+
+
+@struct.dataclass
+class Rows:
+    """One tile: token ids, positions and slots of its rows; invalid rows are padding."""
+
+    ids: Int[Array, " t"]
+    position: Int[Array, " t"]
+    slot: Int[Array, " t"]
+    valid: Bool[Array, " t"]
+
+
+@struct.dataclass
+class Selection:
+    """Compressed indices chosen by the last index source, and the candidate blocks in force."""
+
+    topk: Int[Array, "t k"]
+    candidates: Bool[Array, "t b"]
+
+
+@struct.dataclass
+class Flow:
+    """What goes from layer to layer: streams, the next sub-layer's input mix, the selection."""
+
+    streams: Float[Array, "t m d"]
+    mix: Float[Array, "t m"]
+    selection: Selection
+
+
+@struct.dataclass
+class Role:
+    """Layer roles as int32 scalars, or arrays [layers] before the scan. -1 means none.
+
+    group, source: whose compressed rows are read, as index into `source_ratios` and into the stack
+    of that ratio. owner: the group this layer writes to. index: its place among the indexers.
+    engram: its place among the Engram tables.
+    """
+
+    layer: Int[Array, "*l"]
+    group: Int[Array, "*l"]
+    source: Int[Array, "*l"]
+    owner: Int[Array, "*l"]
+    index: Int[Array, "*l"]
+    engram: Int[Array, "*l"]
+    yarn: Int[Array, "*l"]
+    is_candidate_source: Int[Array, "*l"]
+    uses_candidates: Int[Array, "*l"]
+
+
+def role_table(config: ModelConfig) -> Role:
+    """Returns the roles of all layers as arrays [layers]."""
+    entries = [_entry(config, role) for role in layer_roles(config)]
+    return Role(**{name: jnp.asarray([e[name] for e in entries], jnp.int32) for name in entries[0]})
+
+
+def _entry(config: ModelConfig, role: LayerRole) -> dict[str, int]:
+    sources = source_layers(config, role.ratio)
+    group = _place(source_ratios(config), role.ratio)
+    return {
+        "layer": role.layer,
+        "group": group,
+        "source": max(_place(sources, role.kv_source), 0),
+        "owner": group if role.kv_source == role.layer else -1,
+        "index": _place(index_layers(config), role.layer),
+        "engram": _place(config.engram.engram_layer_ids if config.engram else (), role.layer),
+        "yarn": int(role.uses_yarn),
+        "is_candidate_source": int(role.is_candidate_source),
+        "uses_candidates": int(role.uses_candidates),
+    }
+
+
+def _place(values: tuple[int, ...], value: int | None) -> int:
+    return values.index(value) if value in values else -1
+
+
+def branch(place: Int[Array, ""], none: Callable[[], Any], some: list[Callable[[], Any]]) -> Any:
+    """Returns `some[place]()`, or `none()` where place is -1.
+
+    Branches return rows, never caches: a cache that passes through a branch is copied
+    (determinism.md 12, trap 5).
+    """
+    return lax.switch(place + 1, [none, *some])

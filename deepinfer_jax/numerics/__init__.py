@@ -1,0 +1,1 @@
+"""Arithmetic and determinism level: which primitives the network calls."""

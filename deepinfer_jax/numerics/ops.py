@@ -1,0 +1,98 @@
+"""The primitives the network may call, selected by numerics mode and determinism level.
+
+No arithmetic of its own: `core` holds the fixed-order primitives, `stock` the XLA forms of
+`determinism="off"` and `"run"`. Functions are looked up at call time.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jax import Array
+from jaxtyping import Float
+
+from deepinfer_jax.config.model import ExecutionConfig
+from pallas_kernels import core
+from pallas_kernels.core import stock
+
+Weight = Any  # jax.Array or core.QuantArray
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Primitives of one (level, numerics) pair. All activations are float32 arrays.
+
+    `rounded` is `numerics="checkpoint"`: `bf16`, `q8`, `q4m` and `q4n` are the rounding points of
+    model.md 7.3. With `numerics="float32"` they are identities.
+    """
+
+    fixed_order: bool
+    rounded: bool
+
+    @property
+    def _impl(self) -> Any:
+        return core if self.fixed_order else stock
+
+    def contract(self, x: Float[Array, "t i"], w: Weight) -> Float[Array, "t o"]:
+        """Returns x @ w^T for a weight stored [o, i]; float32 accumulation."""
+        return self._impl.contract(x, w)
+
+    def contract_grouped(self, x: Float[Array, "t g i"], w: Weight) -> Float[Array, "t g o"]:
+        """Returns one product per group for a weight stored [g, o, i]."""
+        return self._impl.contract_grouped(x, w)
+
+    def contract_pairs(
+        self, x: Float[Array, "t h c"], y: Float[Array, "t s c"]
+    ) -> Float[Array, "t h s"]:
+        """Returns the dot of every head with every key of its own row."""
+        return self._impl.contract_pairs(x, y)
+
+    def contract_values(
+        self, p: Float[Array, "t h s"], y: Float[Array, "t s c"]
+    ) -> Float[Array, "t h c"]:
+        """Returns the weighted sum of a row's own values."""
+        return self._impl.contract_values(p, y)
+
+    def tree_sum(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Sums the last axis in a fixed tree."""
+        return self._impl.tree_sum(x)
+
+    def fold_sum(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+        """Sums a short axis in ascending order."""
+        return self._impl.fold_sum(x, axis)
+
+    def rms_scale(self, x: Float[Array, "t d"], eps: float) -> Float[Array, " t"]:
+        """Returns rsqrt(mean(x^2) + eps) of every row."""
+        return self._impl.rms_scale(x, eps)
+
+    def norm(
+        self, x: Float[Array, "t d"], weight: Float[Array, " d"], eps: float
+    ) -> Float[Array, "t d"]:
+        """RMSNorm with one rounding at the end (model.md 0)."""
+        return self.bf16(self._impl.rms_norm(x, weight, eps))
+
+    def combine(
+        self, expert_out: Float[Array, "t x d"], shared: Float[Array, "t d"]
+    ) -> Float[Array, "t d"]:
+        """Sums expert outputs in slot order, the shared expert last, with one rounding."""
+        return self.bf16(self._impl.combine(expert_out, shared))
+
+    def bf16(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The one BF16 rounding point (model.md 3.2)."""
+        return core.round_bf16(x) if self.rounded else x
+
+    def q8(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Activation quantiser before FP8 and FP4 products, dequantised."""
+        return core.fake_q8(x) if self.rounded else x
+
+    def q4m(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """MXFP4 quantiser of indexer queries, dequantised."""
+        return core.fake_q4m(x) if self.rounded else x
+
+
+@lru_cache(maxsize=16)
+def ops_for(execution: ExecutionConfig) -> Ops:
+    """Returns the primitives of an execution config."""
+    return Ops(
+        fixed_order=execution.determinism == "batch", rounded=execution.numerics == "checkpoint"
+    )

@@ -1,0 +1,1 @@
+"""Kernels of the network and their fixed-order primitives (jax and numpy only)."""

@@ -1,0 +1,1 @@
+"""Meshes, axis rules and ordered collectives. Empty so far; depends on jax and numpy only."""

@@ -1,0 +1,51 @@
+"""Options, environment and fixtures shared by all tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "jax"
+
+# Before jax is imported, and as environment variables too, for subprocesses of tests.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--accept", type=int, default=None, metavar="N", help="only tests marked accept(N)"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    issue = config.getoption("--accept")
+    if issue is None:
+        return
+    chosen, left = [], []
+    for item in items:
+        marked = any(issue in mark.args for mark in item.iter_markers("accept"))
+        (chosen if marked else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = chosen
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """The golden files; their README says what each holds and at which tolerance it is compared."""
+    return ROOT / "tests" / "fixtures"

@@ -1,0 +1,92 @@
+"""README says what is: its commands and snippets run, its matrix comes from support.json."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import support_matrix
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+# Run by .ci/run and by the acceptance of a fresh clone; here they would call themselves.
+COVERED = {"make demo", "make test"}
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [
+    line for block in blocks("bash") for line in block.splitlines() if line and line[0] != "#"
+]
+
+
+def test_covered_commands_are_targets_of_the_makefile(root):
+    makefile = (root / "Makefile").read_text()
+    for command in COVERED:
+        assert command in COMMANDS
+        assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.MULTILINE)
+
+
+def test_continuous_integration_runs_the_tests(root):
+    lines = (root / ".ci" / "run").read_text().splitlines()
+    lanes = [line for line in lines if line.startswith("make ")]
+    assert lanes[:3] == ["make test", "make test-gpu-compile", "make test-ascend"]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line not in COVERED])
+def test_command_runs(command, tmp_path):
+    words = shlex.split(command)
+    program = Path(sys.executable).with_name(words[0])
+    assert program.is_file(), f"{words[0]} is neither covered nor installed beside python"
+    done = subprocess.run([program, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_snippet_runs(number, tmp_path):
+    command = [sys.executable, "-c", blocks("python")[number]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_examples_run(root, tmp_path):
+    scripts = sorted((root / "examples").glob("*.py"))
+    assert scripts
+    for script in scripts:
+        done = subprocess.run(
+            [sys.executable, script], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{script.name}: {done.stdout}{done.stderr}"
+
+
+def test_every_claim_has_evidence():
+    record = support_matrix.load()
+    assert record["capabilities"]
+    problems = support_matrix.check(record)
+    assert not problems, "\n".join(problems)
+
+
+def test_matrix_is_the_one_of_support_json():
+    expected = support_matrix.render(support_matrix.load())
+    assert support_matrix.block_of(README) == expected, "run tools/support_matrix.py --write"
+
+
+def test_claim_without_evidence_is_reported():
+    record = {
+        "devices": {"cpu": "CPU"},
+        "statuses": {"works": "", "absent": ""},
+        "capabilities": [
+            {"name": "a", "cpu": {"status": "works"}},
+            {"name": "b", "cpu": {"status": "works", "evidence": "tests/no_such_test.py"}},
+            {"name": "c", "cpu": {"status": "fast"}},
+            {"name": "d"},
+            {"name": "e", "cpu": {"status": "absent"}},
+        ],
+    }
+    problems = support_matrix.check(record)
+    assert [line.split()[0] for line in problems] == ["a", "b", "c", "d"]

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs the acceptance set of one issue, slow tests included, and keeps its output as benchmarks/results/accept_issue_N.txt.
+#   tools/accept.sh N
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+issue=${1:-}
+if ! [[ $issue =~ ^[0-9]+$ ]]; then
+    echo "accept: ISSUE must be a number, got '$issue'. Call: make accept ISSUE=2" >&2
+    exit 1
+fi
+result=benchmarks/results/accept_issue_$issue.txt
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+{
+    echo "issue $issue, $(date -u +%Y-%m-%dT%H:%MZ), revision $(git describe --always --dirty --exclude '*' 2>/dev/null || echo unknown)"
+    "$venv/bin/python" -c 'import os, platform, jax, jaxlib
+print(f"python {platform.python_version()}, jax {jax.__version__}, jaxlib {jaxlib.__version__},",
+      f"{platform.machine()}, {os.cpu_count()} cores")'
+} | tee "$output"
+code=0
+"$venv/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile \
+    -m "not gpu and not multi and not weights" --accept "$issue" -rA tests 2>&1 | tee -a "$output" ||
+    code=$?
+if [ "$code" -eq 5 ]; then
+    echo "accept: no test is marked accept($issue); $result is left as it was." >&2
+    exit 1
+fi
+cp "$output" "$result"
+echo "accept: $result written"
+exit "$code"
