@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
@@ -50,8 +50,8 @@ class Model:
 def load(
     source: str | os.PathLike[str],
     *,
-    numerics: NumericsMode = "checkpoint",
-    determinism: DeterminismLevel = "batch",
+    numerics: str = "checkpoint",
+    determinism: str = "batch",
     mesh: Any = None,
     kernels: str | Mapping[str, str] | None = None,
     tp_chunks: int | None = None,
@@ -105,7 +105,9 @@ def load(
         params = expand_float32(params)
     if params.engram is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
-    execution = ExecutionConfig(numerics=numerics, determinism=determinism)
+    execution = ExecutionConfig(
+        numerics=cast(NumericsMode, numerics), determinism=cast(DeterminismLevel, determinism)
+    )
     return Model(
         config=replace(config, execution=execution),
         params=params,

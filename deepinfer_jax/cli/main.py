@@ -11,6 +11,7 @@ import typer
 COMMANDS = {
     "generate": "Continue a prompt and stream the text.",
     "inspect": "Parts, shapes and bytes of a checkpoint or of a config alone.",
+    "convert": "Write a checkpoint as the stacked Orbax tree it is loaded as.",
     "env": "Versions, devices, flags that matter, and what each extra lacks.",
 }
 

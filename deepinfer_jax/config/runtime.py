@@ -1,6 +1,7 @@
 """How a model is run: capacities of the engine (architecture.md 4)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from deepinfer_jax.errors import ConfigError
 
@@ -16,6 +17,8 @@ class RuntimeConfig:
     Raises:
         ConfigError: a value outside its range.
     """
+
+    __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal
 
     max_seqs: int = 64
     max_tokens_per_step: int = 2048

@@ -96,9 +96,10 @@ class LLM:
         if self.model.tokenizer is None:
             raise TokenizerError("a text prompt needs tokenizer.json: give token ids instead")
         try:
-            return list(self.model.tokenizer.encode(text).ids)
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(f"a prompt must be valid Unicode text: {error}") from error
+        return list(self.model.tokenizer.encode(text).ids)
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -14,7 +14,7 @@ from deepinfer_jax.model import mhc, moe
 from deepinfer_jax.model.attention import core, projections
 from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.layer import layer_at
-from deepinfer_jax.model.params import DraftParams, LayerParams, Params
+from deepinfer_jax.model.params import DraftParams, LayerParams, Leaf, Params
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Rows
@@ -29,10 +29,10 @@ class DraftOutput:
     given that the ones before it were accepted; confidence_logit: before the sigmoid.
     """
 
-    logits: Float[Array, "b v"]
-    token_ids: Int[Array, " b"]
-    confidence: Float[Array, " b"]
-    confidence_logit: Float[Array, " b"]
+    logits: Leaf  # float32 [block, v]
+    token_ids: Leaf  # int32 [block]
+    confidence: Leaf  # float32 [block]
+    confidence_logit: Leaf  # float32 [block]
 
 
 def draft_settings(config: ModelConfig) -> DraftConfig:

@@ -23,8 +23,10 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import CacheState, single_sequence
 from deepinfer_jax.model.step import logits, plan_length, sequence_plan, step
 
+TokenIds = Any  # int array or sequence [t]; checked here rather than by its type
 
-def score(params: Params, config: ModelConfig, token_ids: Int[Array, " t"]) -> Float[Array, "t v"]:
+
+def score(params: Params, config: ModelConfig, token_ids: TokenIds) -> Float[Array, "t v"]:
     """Returns float32 logits of every position, by full recomputation.
 
     Pure; works under `jit`, `vmap` and `grad`. At "batch" a row's bits do not depend on the other
@@ -39,7 +41,7 @@ def score(params: Params, config: ModelConfig, token_ids: Int[Array, " t"]) -> F
 
 
 def hidden_states(
-    params: Params, config: ModelConfig, token_ids: Int[Array, " t"]
+    params: Params, config: ModelConfig, token_ids: TokenIds
 ) -> list[Float[Array, "..."]]:
     """Returns the residual streams [t, m, d] leaving every layer, then the final normed hidden [t,
     d].
@@ -52,7 +54,7 @@ def hidden_states(
     return [*streams, final]
 
 
-def draft(params: Params, config: ModelConfig, token_ids: Int[Array, " t"]) -> DraftOutput:
+def draft(params: Params, config: ModelConfig, token_ids: TokenIds) -> DraftOutput:
     """Returns one DSpark round after `token_ids`, whose last id is the anchor (not yet processed).
 
     Raises:
@@ -65,7 +67,7 @@ def draft(params: Params, config: ModelConfig, token_ids: Int[Array, " t"]) -> D
     return sequential_vmap(partial(_draft, config))(params, ids)
 
 
-def check_ids(config: ModelConfig, token_ids: Any, *, minimum: int) -> Int[Array, " t"]:
+def check_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> Int[Array, " t"]:
     """Returns the ids as int32 [t] after checking rank, length, range and images.
 
     Raises:

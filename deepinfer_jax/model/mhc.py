@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import MHCConfig, ModelConfig
 from deepinfer_jax.model.params import MHCParams
@@ -43,7 +43,7 @@ def sinkhorn(ops: Ops, mhc: MHCConfig, matrix: Float[Array, "t m m"]) -> Float[A
     def columns(b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
         return b / (ops.fold_sum(b, axis=1)[:, None, :] + eps)
 
-    def rows_then_columns(_: int, b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
+    def rows_then_columns(_: Int[Array, ""], b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
         return columns(b / (ops.fold_sum(b, axis=2)[:, :, None] + eps))
 
     exponential = jnp.exp(matrix - matrix.max(axis=2, keepdims=True))

@@ -29,10 +29,17 @@ def route(
     """
     scores = router_scores(ops.contract(v, gate))
     _, ids = core.top_k(scores + bias, moe.num_experts_per_tok)
+    return ids, weigh(ops, moe, scores, ids)
+
+
+def weigh(
+    ops: Ops, moe: MoEConfig, scores: Float[Array, "t e"], ids: Int[Array, "t x"]
+) -> Float[Array, "t x"]:
+    """Returns the routing weights of the chosen experts from the unbiased scores."""
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if moe.norm_topk_prob and moe.num_experts_per_tok > 1:
         weights = weights / (ops.fold_sum(weights, axis=1)[:, None] + 1e-20)
-    return ids, weights * moe.routed_scaling_factor
+    return weights * moe.routed_scaling_factor
 
 
 def swiglu(
@@ -82,7 +89,8 @@ def routed_experts(
 
     def run(out: Float[Array, "t k d"], expert: Int[Array, ""]) -> Float[Array, "t k d"]:
         selected = ids == expert
-        weight = jnp.where(selected, weights, 0.0).max(axis=1)  # an expert occurs once per row
+        # Once per row, or (V4, by token id) twice with equal weights: each slot gets the result.
+        weight = jnp.where(selected, weights, 0.0).max(axis=1)
         leaves = jax.tree.map(lambda leaf: leaf[layer, expert], experts)
         result = swiglu(ops, moe, leaves, x, weight[:, None])
         return jnp.where(selected[:, :, None], result[:, None, :], out)

@@ -50,7 +50,7 @@ class LayerParams:
     gate: Leaf
     gate_bias: Leaf
     gate_bias_vl: Leaf
-    experts: ExpertParams
+    experts: Leaf  # ExpertParams; None while one layer is taken out of the stack
     shared: ExpertParams
     hc_attn: MHCParams
     hc_ffn: MHCParams

@@ -28,7 +28,7 @@ class V4LayerParams:
     wo_a: Leaf
     wo_b: Leaf
     gate: Leaf
-    experts: ExpertParams
+    experts: Leaf  # ExpertParams; None while one layer is taken out of the stack
     shared: ExpertParams
     hc_attn: MHCParams
     hc_ffn: MHCParams

@@ -6,6 +6,7 @@ source by index. Slot 0 and block 0 are null: nothing reads them.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
@@ -15,6 +16,7 @@ from jaxtyping import Int, Shaped
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_layers, source_ratios
 from deepinfer_jax.model import rows as row_formats
+from deepinfer_jax.model.params import Leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +54,14 @@ class CacheState:
     block_table     [slots, max_blocks]
     """
 
-    main: tuple[Array, ...]
-    index_data: tuple[Array, ...]
-    index_scale: tuple[Array | None, ...]
-    window: Array
-    comp_tail: tuple[Array | None, ...]
-    engram_ids: Array
-    length: Array
-    block_table: Array
+    main: tuple[Leaf, ...]
+    index_data: tuple[Leaf, ...]
+    index_scale: tuple[Leaf | None, ...]
+    window: Leaf
+    comp_tail: tuple[Leaf | None, ...]
+    engram_ids: Leaf
+    length: Leaf
+    block_table: Leaf
 
 
 def init_cache(config: ModelConfig, layout: CacheLayout) -> CacheState:
@@ -87,7 +89,7 @@ def init_cache(config: ModelConfig, layout: CacheLayout) -> CacheState:
         main=tuple(pages(ratio, main_width, main_dtype) for ratio in ratios),
         index_data=tuple(pages(ratio, data_width, data_dtype) for ratio in ratios),
         index_scale=tuple(
-            pages(r, scale_width, jnp.uint8) if scale_width else None for r in ratios
+            pages(r, scale_width, jnp.dtype(jnp.uint8)) if scale_width else None for r in ratios
         ),
         window=jnp.zeros(
             (layout.num_slots, config.num_hidden_layers + stages, capacity, window_width),
@@ -117,8 +119,18 @@ def single_sequence(
     return replace(state, block_table=table)
 
 
+@runtime_checkable
+class Paged(Protocol):
+    """A cache whose compressed rows are addressed through a block table, of V4.1 or V4."""
+
+    @property
+    def block_table(self) -> Array:
+        """[slots, max_blocks]."""
+        ...
+
+
 def page_address(
-    state: CacheState, slot: Int[Array, "..."], index: Int[Array, "..."], rows_per_block: int
+    state: Paged, slot: Int[Array, "..."], index: Int[Array, "..."], rows_per_block: int
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
     """Returns (block, row) of compressed index `index` of the sequence in `slot`."""
     return state.block_table[slot, index // rows_per_block], index % rows_per_block
@@ -126,7 +138,7 @@ def page_address(
 
 def read_pages(
     leaf: Shaped[Array, "n p z w"],
-    state: CacheState,
+    state: Paged,
     source: Int[Array, ""],
     slot: Int[Array, " t"],
     index: Int[Array, "t k"],
@@ -138,7 +150,7 @@ def read_pages(
 
 def write_pages(
     leaf: Shaped[Array, "n p z w"],
-    state: CacheState,
+    state: Paged,
     source: Int[Array, ""],
     slot: Int[Array, " t"],
     index: Int[Array, " t"],

@@ -19,7 +19,7 @@ from deepinfer_jax.model import mhc
 from deepinfer_jax.model.attention.sublayer import empty_selection
 from deepinfer_jax.model.draft import draft_params, draft_settings, write_context
 from deepinfer_jax.model.layer import apply_layer
-from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.params import Leaf, Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Role, Rows, role_table
 from deepinfer_jax.numerics.ops import Ops, ops_for
@@ -33,10 +33,10 @@ class Plan:
     stand in ascending position and follow what its state already holds.
     """
 
-    ids: Int[Array, " n"]
-    position: Int[Array, " n"]
-    slot: Int[Array, " n"]
-    count: Int[Array, ""] | int
+    ids: Leaf  # int32 [T]
+    position: Leaf  # int32 [T]
+    slot: Leaf  # int32 [T]
+    count: Leaf  # int, or int32 []
 
 
 def plan_length(rows: int, tile: int) -> int:

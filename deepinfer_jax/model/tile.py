@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import (
@@ -16,32 +16,33 @@ from deepinfer_jax.config.roles import (
     source_layers,
     source_ratios,
 )
+from deepinfer_jax.model.params import Leaf
 
 
 @struct.dataclass
 class Rows:
     """One tile: token ids, positions and slots of its rows; invalid rows are padding."""
 
-    ids: Int[Array, " t"]
-    position: Int[Array, " t"]
-    slot: Int[Array, " t"]
-    valid: Bool[Array, " t"]
+    ids: Leaf  # int32 [t]
+    position: Leaf  # int32 [t]
+    slot: Leaf  # int32 [t]
+    valid: Leaf  # bool [t]
 
 
 @struct.dataclass
 class Selection:
     """Compressed indices chosen by the last index source, and the candidate blocks in force."""
 
-    topk: Int[Array, "t k"]
-    candidates: Bool[Array, "t b"]
+    topk: Leaf  # int32 [t, k], ascending, -1 padded
+    candidates: Leaf  # bool [t, blocks]
 
 
 @struct.dataclass
 class Flow:
     """What goes from layer to layer: streams, the next sub-layer's input mix, the selection."""
 
-    streams: Float[Array, "t m d"]
-    mix: Float[Array, "t m"]
+    streams: Leaf  # float32 [t, m, d]
+    mix: Leaf  # float32 [t, m]
     selection: Selection
 
 
@@ -54,15 +55,15 @@ class Role:
     engram: its place among the Engram tables.
     """
 
-    layer: Int[Array, "*l"]
-    group: Int[Array, "*l"]
-    source: Int[Array, "*l"]
-    owner: Int[Array, "*l"]
-    index: Int[Array, "*l"]
-    engram: Int[Array, "*l"]
-    yarn: Int[Array, "*l"]
-    is_candidate_source: Int[Array, "*l"]
-    uses_candidates: Int[Array, "*l"]
+    layer: Leaf
+    group: Leaf
+    source: Leaf
+    owner: Leaf
+    index: Leaf
+    engram: Leaf
+    yarn: Leaf
+    is_candidate_source: Leaf
+    uses_candidates: Leaf
 
 
 def role_table(config: ModelConfig) -> Role:

@@ -61,8 +61,8 @@ class Ops:
         """Sums a short axis in ascending order."""
         return self._impl.fold_sum(x, axis)
 
-    def rms_scale(self, x: Float[Array, "t d"], eps: float) -> Float[Array, " t"]:
-        """Returns rsqrt(mean(x^2) + eps) of every row."""
+    def rms_scale(self, x: Float[Array, "t *h d"], eps: float) -> Float[Array, "t *h"]:
+        """Returns rsqrt(mean(x^2) + eps) over the last axis."""
         return self._impl.rms_scale(x, eps)
 
     def norm(

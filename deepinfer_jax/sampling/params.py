@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from deepinfer_jax.errors import InputError
 
@@ -21,6 +21,8 @@ class SamplingParams:
     Raises:
         InputError: a value outside its documented range, or of another type.
     """
+
+    __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -61,7 +63,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
-def _integer(low: float, high: float = math.inf) -> Callable[[Any], bool]:
+def _integer(low: int | float, high: int | float = math.inf) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
 
 

@@ -1,14 +1,25 @@
 """Comparisons at the tolerances of tests/fixtures/README.md; no other tolerance exists here.
 
 A failure prints the worst position, both values and their distance in units of the last place.
-`worst` keeps the largest error seen per label, for the reports of the coverage tests.
+`measuring` collects the largest error per tolerance, for the reports of the coverage tests.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-worst: dict[str, float] = {}
+_worst: dict[str, float] = {}
+
+
+@contextmanager
+def measuring(into: dict[str, float]) -> Iterator[None]:
+    """Adds the largest errors of the comparisons inside to `into`."""
+    _worst.clear()
+    yield
+    for label, value in _worst.items():
+        into[label] = max(into.get(label, 0.0), value)
 
 
 def _host(array: Any) -> np.ndarray:
@@ -50,8 +61,9 @@ def _finite(label: str, got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, 
     return error, float(finite.max()) if finite.size else 0.0
 
 
-def _note(label: str, value: float) -> None:
-    worst[label] = max(worst.get(label, 0.0), value)
+def note(label: str, value: float) -> None:
+    """Records an error for `measuring`."""
+    _worst[label] = max(_worst.get(label, 0.0), value)
 
 
 def exact(label: str, got: Any, want: Any) -> None:
@@ -73,7 +85,7 @@ def relative(label: str, got: Any, want: Any, tolerance: float = 1e-5) -> None:
     if error.size == 0:
         return
     figure = float(error.max()) / largest if largest else float(error.max())
-    _note("f32", figure)
+    note(f"relative, at most {tolerance}", figure)
     if not figure <= tolerance:
         at = np.unravel_index(int(error.argmax()), error.shape)
         raise _report(label, got, want, at, f"relative error {figure:.3g} > {tolerance}")
@@ -83,6 +95,8 @@ def absolute(label: str, got: Any, want: Any, tolerance: float) -> None:
     """Asserts |got - want| <= tolerance."""
     got, want = _pair(label, got, want)
     error, _ = _finite(label, got, want)
+    if error.size:
+        note(f"absolute, at most {tolerance}", float(error.max()))
     if error.size and not float(error.max()) <= tolerance:
         at = np.unravel_index(int(error.argmax()), error.shape)
         raise _report(label, got, want, at, f"error {error.max():.3g} > {tolerance}")
@@ -96,7 +110,7 @@ def one_step(label: str, got: Any, want: Any) -> None:
         raise _report(label, got, want, at, "not representable in BF16")
     steps = np.abs(_order(got) - _order(want)) >> 16
     share = float((steps > 0).mean()) if steps.size else 0.0
-    _note("1ulp share", share)
+    note("1ulp share", share)
     if steps.size and (steps.max() > 1 or share > 0.005):
         at = np.unravel_index(int(steps.argmax()), steps.shape)
         why = f"{int((steps > 0).sum())} of {steps.size} differ, by up to {steps.max()} BF16 steps"
@@ -113,8 +127,8 @@ def rounded(label: str, got: Any, want: Any) -> None:
     frobenius = float(np.sqrt(np.square(error).sum()))
     share = frobenius / norm if norm else frobenius
     element = float(error.max()) / largest if largest else float(error.max())
-    _note("bf16 frobenius", share)
-    _note("bf16 element", element)
+    note("bf16 frobenius", share)
+    note("bf16 element", element)
     if not (share < 1e-2 and element <= 0.05):
         at = np.unravel_index(int(error.argmax()), error.shape)
         why = f"relative Frobenius {share:.3g} (< 0.01), worst element {element:.3g} (<= 0.05)"

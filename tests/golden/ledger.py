@@ -73,6 +73,7 @@ class Suite:
     path: str
     cases: Mapping[str, Callable[[Fixture], None]]
     left: Iterable[Left] = ()
+    worst: dict[str, float] = field(default_factory=dict)
     _done: dict[str, Fixture] = field(default_factory=dict)
 
     def run(self, name: str) -> Fixture:
@@ -83,7 +84,8 @@ class Suite:
         """
         if name not in self._done:
             fixture = Fixture(self.path)
-            self.cases[name](fixture)
+            with compare.measuring(self.worst):
+                self.cases[name](fixture)
             self._done[name] = fixture
         return self._done[name]
 
@@ -126,13 +128,13 @@ class Suite:
         )
 
     def report(self, record: Callable[[str, str], None]) -> None:
-        """Prints and records the coverage and the largest errors seen in this process.
+        """Prints and records the coverage and the largest errors measured.
 
         Raises:
             AssertionError: as `coverage`.
         """
         line = self.coverage()
-        worst = ", ".join(f"{label} {value:.3g}" for label, value in compare.worst.items())
-        print(f"{line}\nworst errors so far: {worst or 'none, all exact'}")
+        worst = ", ".join(f"{label} {value:.3g}" for label, value in self.worst.items())
+        print(f"{line}\n  largest errors: {worst or 'none, all exact'}")
         record("coverage", line)
         record("worst", worst)

@@ -12,7 +12,15 @@ from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.loader import load_params
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.params import CompressorParams, IndexerParams, LayerParams, Params
+from deepinfer_jax.model.params import (
+    CompressorParams,
+    DraftParams,
+    ExpertParams,
+    IndexerParams,
+    LayerParams,
+    MHCParams,
+    Params,
+)
 from deepinfer_jax.model.tile import Role, Rows, role_table
 from deepinfer_jax.numerics.ops import Ops, ops_for
 from pallas_kernels import core
@@ -87,11 +95,9 @@ class Weights:
         wo_a = self.quantised("wo_a")
         if self.numerics == "checkpoint":  # BF16 at load, exactly (model.md 9.1)
             wo_a = wo_a.dequantize().astype(jnp.bfloat16)
-        names = LayerParams.__dataclass_fields__
-        leaves: dict[str, Any] = dict.fromkeys(names)
-        leaves |= {name: self.quantised(name) for name in ("wq_a", "wq_b", "wkv", "wo_b")}
+        leaves = {name: self.quantised(name) for name in ("wq_a", "wq_b", "wkv", "wo_b")}
         leaves |= {name: self.plain(f"{name}.weight") for name in ("q_norm", "kv_norm")}
-        return LayerParams(**leaves | {"wo_a": wo_a, "attn_sink": self.plain("attn_sink")})
+        return layer_params(**leaves, wo_a=wo_a, attn_sink=self.plain("attn_sink"))
 
     def compressor(self) -> CompressorParams:
         """Returns compressed-row and index-key leaves."""
@@ -110,6 +116,26 @@ class Weights:
             wq_b=self.quantised("indexer.wq_b"),
             weights_proj=self.plain("indexer.weights_proj.weight"),
         )
+
+
+def layer_params(**leaves: Any) -> LayerParams:
+    """Returns a layer with the given leaves only."""
+    mhc, expert = MHCParams(None, None, None), ExpertParams(None, None, None)
+    records = {"hc_attn": mhc, "hc_ffn": mhc, "experts": expert, "shared": expert}
+    empty: dict[str, Any] = dict.fromkeys(LayerParams.__dataclass_fields__)
+    return LayerParams(**empty | records | leaves)
+
+
+def draft_params(**leaves: Any) -> DraftParams:
+    """Returns draft leaves with the given ones only."""
+    empty: dict[str, Any] = dict.fromkeys(DraftParams.__dataclass_fields__)
+    return DraftParams(**empty | {"stages": layer_params()} | leaves)
+
+
+def model_params(**leaves: Any) -> Params:
+    """Returns a model with the given leaves only."""
+    empty: dict[str, Any] = dict.fromkeys(Params.__dataclass_fields__)
+    return Params(**empty | {"layers": layer_params()} | leaves)
 
 
 def stack(leaf: Any, count: int) -> Any:

@@ -16,6 +16,7 @@ from pallas_kernels import core
 from tests.golden import compare
 from tests.golden.ledger import Fixture, Suite
 from tests.golden.network import NUMERICS, Weights, ops, tiny_config
+from tests.golden.sublayer import Sublayer, sublayer_weights
 
 RATIO = {"L2": 2, "L6": 1}
 
@@ -26,7 +27,7 @@ def check_layer(fixture: Fixture, kind: str, count: int, numerics: str) -> None:
     config, prims = tiny_config(mode), ops(mode)
     weights = Weights(fixture, f"{kind}.w", mode)
     compressor, query_side = weights.compressor(), weights.indexer()
-    closed, length = count // ratio, (np.arange(count) + 1) // ratio
+    closed, length = count // ratio, jnp.asarray((np.arange(count) + 1) // ratio)
 
     def run(v, latent_q):
         frequency = rope_frequencies(config.attention)[1]
@@ -58,7 +59,7 @@ def check_layer(fixture: Fixture, kind: str, count: int, numerics: str) -> None:
             "head_weight": weight,
             "score": score,
             "topk": topk,
-            "candidate_mask": mask & (jnp.arange(closed) < length[:, None]),
+            "candidate_mask": mask,
         }
 
     got = jax.jit(run)(fixture.value(f"{name}.v"), fixture.value(f"{name}.ql"))
@@ -90,6 +91,19 @@ def check_single_token(fixture: Fixture) -> None:
     compare.exact("L2.n1.topk", got, np.full((1, 6), -1))
 
 
+def check_decode(fixture: Fixture) -> None:
+    """Token by token, a compressed row appears exactly where the reference emits one."""
+    weights = sublayer_weights(Weights(fixture, "L2.w", "float32"))
+    run = Sublayer("float32", tokens=8)
+    state, emitted = run.state(), []
+    for position, row in enumerate(fixture.value("L2.n7.v")):
+        before = np.asarray(state.main[0])
+        state, _ = run.rows(weights, 2, state, row[None], position)
+        if (np.asarray(state.main[0]) != before).any():
+            emitted.append(position)
+    compare.exact("L2.n7.decode_emits_at", emitted, fixture.take("L2.n7.decode_emits_at"))
+
+
 def check_unused_weights(fixture: Fixture) -> None:
     """The file repeats the attention weights of its layers; nothing here multiplies by them."""
     for kind in RATIO:
@@ -117,8 +131,7 @@ def check_candidates(fixture: Fixture, name: str) -> None:
 
     def run(score, length):
         mask = indexer.candidate_mask(config, score, length)
-        inside = indexer.candidate_positions(config, mask, size)
-        return inside & (jnp.arange(size) < length[:, None])
+        return indexer.candidate_positions(config, mask, size)
 
     got = np.asarray(jax.jit(run)(jnp.asarray(score), jnp.asarray(length)))
     compare.exact(f"{name}.mask", got.astype(np.uint8), fixture.take(f"{name}.mask"))
@@ -128,11 +141,11 @@ def check_ties(fixture: Fixture) -> None:
     """Score descending, then index ascending; exact."""
     score = jnp.asarray(fixture.input("ties.score"))
     want = fixture.take("ties.top4_lowest_index_first")
-    compare.exact("ties", core.top_k(score, 4)[1], want)
+    compare.exact("ties", np.sort(core.top_k(score, 4)[1], axis=1), want)
     config = tiny_config()
     config = replace(config, indexer=replace(config.indexer, index_topk=4))
     got = indexer.select(config, score, jnp.full((score.shape[0],), score.shape[1]))
-    compare.exact("ties ascending", got, np.sort(want, axis=1))
+    compare.exact("ties ascending", got, want)
 
 
 def _layer(kind: str, count: int, numerics: str) -> Callable[[Fixture], None]:
@@ -153,6 +166,7 @@ CASES = (
     }
     | {f"cand.{name}": _candidates(f"cand.{name}") for name in "abcd"}
     | {"ties": check_ties, "L2 n1": check_single_token, "weights": check_unused_weights}
+    | {"L2 decode": check_decode}
 )
 SUITE = Suite("modules/compressor_indexer", CASES)
 pytestmark = pytest.mark.accept(1)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,19 @@ import pytest
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model import draft
 from deepinfer_jax.model.attention.window import read_window
-from deepinfer_jax.model.params import DraftParams
 from deepinfer_jax.model.state import single_sequence
 from tests.golden import compare
 from tests.golden.ledger import Fixture, Suite
-from tests.golden.network import NUMERICS, Weights, ops, rows_of, stack, tiles, tiny_config
+from tests.golden.network import (
+    NUMERICS,
+    Weights,
+    draft_params,
+    ops,
+    rows_of,
+    stack,
+    tiles,
+    tiny_config,
+)
 
 WINDOW = 8
 
@@ -25,11 +32,6 @@ def one_stage(mode: str, **changes: int) -> ModelConfig:
     """Returns tiny_v41 with a single draft stage."""
     config = tiny_config(mode)
     return replace(config, draft=replace(config.draft, num_stages=1, **changes))
-
-
-def draft_params(**leaves: Any) -> DraftParams:
-    """Returns a record with the given leaves only."""
-    return DraftParams(**dict.fromkeys(DraftParams.__dataclass_fields__) | leaves)
 
 
 def check_stage(fixture: Fixture, last: int, numerics: str) -> None:
@@ -67,8 +69,12 @@ def check_stage(fixture: Fixture, last: int, numerics: str) -> None:
     for position in range(max(0, last - WINDOW + 1), last + 1):
         rank = position - max(0, last - WINDOW + 1)
         ring[position % WINDOW] = context[0][0, rank]
-    key = f"{name}.{numerics}.context_kv_ring"
-    check(key, ring, fixture.take(key))
+    if last == 21:
+        # The file holds this ring under both names: the reference's buffer was saved by reference,
+        # so L3's is the state after the later run. L3's rows are checked by its block below.
+        for owner in ("L21", "L3"):
+            key = f"{owner}.{numerics}.context_kv_ring"
+            check(key, ring, fixture.take(key))
 
     stage = jax.tree.map(lambda leaf: leaf[0], params.stages)
     tile = rows_of(np.arange(last + 1, last + 9))

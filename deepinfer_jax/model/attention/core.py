@@ -5,9 +5,11 @@ ranks: block maximum, rescale, BF16 probabilities, value product. That partition
 arithmetic, in prefill, decode and verification alike.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 
 from deepinfer_jax.numerics.ops import Ops
 
@@ -40,15 +42,31 @@ def attend(
     joins the denominator once, after the last block. A row without keys gives zeros.
     """
     keys, valid = pad_keys(keys, valid)
+    blocks = keys.reshape(keys.shape[0], -1, BLOCK, keys.shape[2]).swapaxes(0, 1)
+    return attend_blocks(ops, q, blocks, valid, lambda block, mask: block, sink)
+
+
+def attend_blocks(
+    ops: Ops,
+    q: Float[Array, "t h c"],
+    blocks: Shaped[Array, "n ..."],
+    valid: Bool[Array, "t s"],
+    read: Callable[[Array, Array], Array],
+    sink: Float[Array, " h"],
+) -> Float[Array, "t h c"]:
+    """Returns the same over a list of n blocks that are read one by one.
+
+    read: entry of `blocks` and its mask [t, 64] -> keys [t, 64, c], zeroed where the mask is false.
+    """
     rows, heads, dim = q.shape
-    blocks = keys.shape[1] // BLOCK
     scale = dim**-0.5
 
     def fold(carry: tuple, block: tuple) -> tuple[tuple, None]:
-        key, mask = block
+        listed, mask = block
 
         def visit(carry: tuple) -> tuple:
             maximum, denominator, total = carry
+            key = read(listed, mask)
             scores = jnp.where(mask[:, None, :], ops.contract_pairs(q, key) * scale, -jnp.inf)
             raised = jnp.maximum(maximum, scores.max(axis=-1))
             shrink = jnp.exp(maximum - raised)
@@ -68,9 +86,8 @@ def attend(
         jnp.zeros((rows, heads)),
         jnp.zeros((rows, heads, dim)),
     )
-    key_blocks = keys.reshape(rows, blocks, BLOCK, dim).swapaxes(0, 1)
-    mask_blocks = valid.reshape(rows, blocks, BLOCK).swapaxes(0, 1)
-    (maximum, denominator, total), _ = lax.scan(fold, start, (key_blocks, mask_blocks))
+    masks = valid.reshape(rows, -1, BLOCK).swapaxes(0, 1)
+    (maximum, denominator, total), _ = lax.scan(fold, start, (blocks, masks))
     final = jnp.maximum(maximum, sink)
     shrink = jnp.exp(maximum - final)
     denominator = denominator * shrink + jnp.exp(sink - final)

@@ -14,7 +14,7 @@ from deepinfer_jax.config.engram_primes import EngramPrimes
 Limbs = tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]
 
 
-def multiply(c: UInt32[Array, "*b"], high: UInt32[Array, "*b"], low: UInt32[Array, "*b"]) -> Limbs:
+def multiply(c: UInt32[Array, "*#b"], high: UInt32[Array, "*#b"], low: UInt32[Array, "*#b"]) -> Limbs:
     """Returns (hi, lo) of c * m for c < 2^17 and a product below 2^64."""
     c0, c1 = c & 0xFFFF, c >> 16
     b0, b1 = low & 0xFFFF, low >> 16
@@ -26,7 +26,7 @@ def multiply(c: UInt32[Array, "*b"], high: UInt32[Array, "*b"], low: UInt32[Arra
     )
 
 
-def modulo(value: Limbs, prime: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
+def modulo(value: Limbs, prime: UInt32[Array, "*#b"]) -> UInt32[Array, "*b"]:
     """Returns value mod prime, prime < 2^25, seven bits of the low limb at a time."""
     high, low = value
     rest = high % prime
@@ -55,8 +55,8 @@ def hash_ids(
     """
     ids = look_back(context, pad).astype(jnp.uint32)
     multipliers = np.asarray(tables.multipliers[layer], np.uint64)
-    highs = (multipliers >> np.uint64(32)).astype(np.uint32)
-    lows = (multipliers & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    highs = jnp.asarray((multipliers >> np.uint64(32)).astype(np.uint32))
+    lows = jnp.asarray((multipliers & np.uint64(0xFFFFFFFF)).astype(np.uint32))
     mixed = multiply(ids[:, 0], highs[0], lows[0])
     columns: list[Array] = []
     for back in range(1, context.shape[1]):
@@ -64,5 +64,5 @@ def hash_ids(
         mixed = (mixed[0] ^ product[0], mixed[1] ^ product[1])
         primes = tables.primes[layer][back - 1]
         columns += [modulo(mixed, jnp.full(ids.shape[:1], prime, jnp.uint32)) for prime in primes]
-    offsets = np.asarray(tables.offsets[layer], np.uint32)
+    offsets = jnp.asarray(np.asarray(tables.offsets[layer], np.uint32))
     return (jnp.stack(columns, axis=1) + offsets).astype(jnp.int32)

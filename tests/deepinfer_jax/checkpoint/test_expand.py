@@ -7,10 +7,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from deepinfer_jax.checkpoint.expand import _dequantize, expand_float32
-from deepinfer_jax.numerics.formats import BLOCKS, dequantize_host, lookup_fp8
 from deepinfer_jax.checkpoint.loader import load_params
-from deepinfer_jax.model.engram.table import HostTable
 from deepinfer_jax.config.hf import read_config
+from deepinfer_jax.model.engram.table import HostTable
+from deepinfer_jax.numerics.formats import BLOCKS, dequantize_host, lookup_fp8
 from pallas_kernels.core.quant_array import QuantArray
 
 

@@ -13,9 +13,9 @@ from deepinfer_jax.checkpoint import loader
 from deepinfer_jax.checkpoint.inventory import spec_leaves, spec_tree
 from deepinfer_jax.checkpoint.loader import load_params
 from deepinfer_jax.checkpoint.safetensors import open_store
-from deepinfer_jax.model.engram.table import HostTable
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.errors import CheckpointError, InputError
+from deepinfer_jax.model.engram.table import HostTable
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.params_v4 import V4Params
 from deepinfer_jax.model.spec import scale_name

@@ -1,0 +1,1 @@
+"""Pure pieces of speculative decoding: acceptance, residuals, confidence, verification lengths."""

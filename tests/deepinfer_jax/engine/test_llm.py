@@ -1,0 +1,140 @@
+"""`LLM.generate` and `stream` on a static batch."""
+
+import numpy as np
+import pytest
+
+import deepinfer_jax as di
+from deepinfer_jax.engine.detokenize import Detokenizer
+from deepinfer_jax.loading import load
+
+GREEDY = di.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return di.LLM("nano", numerics="float32", runtime=di.RuntimeConfig(max_seqs=3))
+
+
+def test_greedy_tokens_are_the_golden_ones(llm, fixtures_dir):
+    from tests.golden.ledger import Fixture
+
+    golden = Fixture("tiny_v41/golden_f32")
+    prompt = [int(i) for i in golden.input("B.ids")]
+    params = di.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, progress=False)
+    assert list(output.token_ids) == [int(t) for t in golden.input("greedy.tokens")]
+    assert output.finish_reason == "length"
+
+
+def test_batch_and_order_do_not_change_tokens(llm):
+    prompts = [[5, 6, 7], [9], list(range(20, 60)), [300, 301], [8] * 9]
+    alone = [llm.generate([p], GREEDY, progress=False)[0].token_ids for p in prompts]
+    together = llm.generate(prompts, GREEDY, progress=False)
+    assert [o.token_ids for o in together] == alone
+    assert [o.prompt_token_ids for o in together] == [tuple(p) for p in prompts]
+    backwards = llm.generate(prompts[::-1], GREEDY, progress=False)
+    assert [o.token_ids for o in backwards] == alone[::-1]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8, 17])
+def test_prefill_budget_does_not_change_tokens(llm, budget):
+    prompts = [list(range(20, 60)), [9, 10, 11]]
+    runtime = di.RuntimeConfig(max_tokens_per_step=budget)
+    cut = di.LLM(llm.model, runtime=runtime).generate(prompts, GREEDY, progress=False)
+    whole = llm.generate(prompts, GREEDY, progress=False)
+    assert [o.token_ids for o in cut] == [o.token_ids for o in whole]
+
+
+@pytest.mark.parametrize("level", ["off", "run"])
+def test_other_levels_generate_too(level, llm):
+    other = di.LLM("nano", numerics="float32", determinism=level)
+    prompts = [[5, 6, 7], list(range(20, 40))]
+    found = other.generate(prompts, GREEDY, progress=False)
+    assert [len(o.token_ids) for o in found] == [5, 5]
+
+
+def test_stream_equals_generate(llm):
+    deltas = list(llm.stream("def main():", GREEDY))
+    (whole,) = llm.generate("def main():", GREEDY, progress=False)
+    assert "".join(d.text for d in deltas) == whole.text
+    assert tuple(t for d in deltas for t in d.token_ids) == whole.token_ids
+    assert [d.finish_reason for d in deltas] == [None] * 4 + ["length"]
+
+
+def test_stop_ids_and_eos_end_without_being_listed(llm):
+    (free,) = llm.generate([[5, 6, 7]], GREEDY, progress=False)
+    first = free.token_ids[2]
+    cut = free.token_ids.index(first)
+    params = di.SamplingParams(
+        temperature=0, max_tokens=5, ignore_eos=True, stop_token_ids=(first,)
+    )
+    (output,) = llm.generate([[5, 6, 7]], params, progress=False)
+    assert output.token_ids == free.token_ids[:cut]
+    assert (output.finish_reason, output.stop_reason) == ("stop", first)
+
+
+def test_stop_strings_may_span_tokens(llm):
+    params = di.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (free,) = llm.generate("The quick brown fox", params, progress=False)
+    wanted = free.text[2:5]
+    cut = free.text.index(wanted)
+    params = di.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(wanted,))
+    (output,) = llm.generate("The quick brown fox", params, progress=False)
+    assert output.text == free.text[:cut]
+    assert (output.finish_reason, output.stop_reason) == ("stop", wanted)
+    deltas = list(llm.stream("The quick brown fox", params))
+    assert "".join(d.text for d in deltas) == output.text
+
+
+def test_no_tokens_wanted_and_capacity(llm):
+    none = di.SamplingParams(temperature=0, max_tokens=0)
+    (output,) = llm.generate([[5, 6]], none, progress=False)
+    assert (output.token_ids, output.finish_reason) == ((), "length")
+    short = di.LLM(llm.model, runtime=di.RuntimeConfig(max_len=8))
+    (output,) = short.generate([[5, 6, 7, 8, 9]], GREEDY, progress=False)
+    assert (len(output.token_ids), output.finish_reason) == (3, "capacity")
+    with pytest.raises(di.InputError, match="a sequence may have 8"):
+        short.generate([list(range(8))], GREEDY, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("", "at least 1"),
+        ([], "at least 1"),
+        ([5, 512], "512 at position 1"),
+        ([502], "images are not supported"),
+        ("\ud800", "valid Unicode"),
+    ],
+)
+def test_a_bad_prompt_fails_before_anything_runs(llm, prompt, text):
+    with pytest.raises(di.InputError, match=text):
+        llm.generate([[5, 6], prompt], GREEDY, progress=False)
+    assert len(llm.generate([[5, 6]], GREEDY, progress=False)[0].token_ids) == 5
+
+
+def test_an_empty_list_of_prompts_gives_an_empty_list(llm):
+    assert llm.generate([], GREEDY, progress=False) == []
+
+
+def test_a_model_takes_no_load_options(llm):
+    with pytest.raises(di.InputError, match="takes no load options"):
+        di.LLM(llm.model, numerics="float32")
+
+
+def test_nan_logits_end_the_request_as_numerical():
+    from dataclasses import replace
+
+    model = load("nano", numerics="float32")
+    broken = replace(model, params=replace(model.params, norm=model.params.norm * np.nan))
+    (output,) = di.LLM(broken).generate([[5, 6]], GREEDY, progress=False)
+    assert (output.token_ids, output.finish_reason) == ((), "numerical")
+
+
+def test_held_back_text_is_shown_at_the_end(llm):
+    tokenizer = llm.model.tokenizer
+    ids = tokenizer.encode("one two").ids
+    text = Detokenizer(tokenizer, stop=("two three",))
+    shown = [text.push(i) for i in ids]
+    assert "".join(shown) == "one "
+    assert text.finish() == "two"

@@ -1,0 +1,134 @@
+"""`load`: options, bad checkpoints, bad tokenizers."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import deepinfer_jax as di
+from deepinfer_jax.loading import EMBEDDED, resolve_folder
+from pallas_kernels.core import QuantArray
+
+
+@pytest.fixture
+def checkpoint(tmp_path, fixtures_dir):
+    """A writable copy of the tiny checkpoint."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(fixtures_dir / "tiny_v41", folder, ignore=shutil.ignore_patterns("golden*"))
+    return folder
+
+
+def test_embedded_checkpoint_is_the_fixture(fixtures_dir):
+    for path in EMBEDDED.iterdir():
+        assert path.read_bytes() == (fixtures_dir / "tiny_v41" / path.name).read_bytes()
+    assert resolve_folder("nano") == EMBEDDED
+
+
+def test_float32_holds_floats_only_and_checkpoint_keeps_the_bytes():
+    expanded = di.load("nano", numerics="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(expanded.params)} == {np.dtype("float32")}
+    assert expanded.config.execution == di.ExecutionConfig(numerics="float32")
+    stored = di.load("nano")
+    assert isinstance(stored.params.layers.wq_a, QuantArray)
+    assert stored.config.execution.numerics == "checkpoint"
+    hash(stored.config)
+
+
+@pytest.mark.parametrize("place", ["host", "mapped"])
+@pytest.mark.parametrize("numerics", ["float32", "checkpoint"])
+def test_engram_tables_off_the_device_give_the_same_bits(place, numerics):
+    ids = np.array([3, 400, 7, 7, 9, 11, 12, 80, 81], np.int32)
+    here = di.load("nano", numerics=numerics)
+    there = di.load("nano", numerics=numerics, engram=place)
+    one, other = (np.asarray(_score(m, ids)) for m in (here, there))
+    np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def _score(model, ids):
+    return jax.jit(di.score, static_argnums=1)(model.params, model.config, ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"numerics": "fp8"}, di.ConfigError, "numerics must be one of"),
+        ({"determinism": "always"}, di.ConfigError, "determinism must be one of"),
+        ({"mesh": {"dp": 2}}, di.ConfigError, "mesh must be None"),
+        ({"tp_chunks": 8}, di.ConfigError, "tp_chunks must be None"),
+        ({"kernels": "pallas"}, di.KernelSelectionError, "no other implementation"),
+        ({"kernels": {"contract": "ascend"}}, di.KernelSelectionError, "no other implementation"),
+        ({"seed": 1}, di.ConfigError, "has weights"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_raises(options, error, text):
+    with pytest.raises(error, match=text):
+        di.load("nano", **options)
+
+
+def test_a_flag_that_contradicts_batch_raises(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    with pytest.raises(di.ConfigError, match="xla_cpu_enable_fast_math"):
+        di.load("nano")
+    di.load("nano", determinism="run")
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "no_such_name", "./a/b"])
+def test_an_unknown_source_says_what_a_source_is(source):
+    with pytest.raises(di.CheckpointError, match="a source is a folder"):
+        di.load(source)
+
+
+def test_v4_is_refused_until_its_network_exists(fixtures_dir):
+    with pytest.raises(di.ConfigError, match="only deepseek_v41"):
+        di.load(fixtures_dir / "tiny_v4")
+
+
+def test_truncated_shard(checkpoint):
+    shard = checkpoint / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(di.CheckpointError, match="model-00002-of-00003"):
+        di.load(checkpoint)
+
+
+def test_absent_file_of_the_index(checkpoint):
+    (checkpoint / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(di.CheckpointError, match="model-00003-of-00003"):
+        di.load(checkpoint)
+
+
+def test_absent_tokenizer(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(di.TokenizerError, match="has none"):
+        di.load(checkpoint)
+
+
+def test_unreadable_tokenizer(checkpoint):
+    (checkpoint / "tokenizer.json").write_text("{")
+    with pytest.raises(di.TokenizerError, match="no readable tokenizer"):
+        di.load(checkpoint)
+
+
+def test_tokenizer_with_another_reduction(checkpoint):
+    path = checkpoint / "tokenizer.json"
+    record = json.loads(path.read_text())
+    vocabulary = record["model"]["vocab"]
+    merged = next(t for t in vocabulary if t.isalpha() and t.islower() and len(t) == 1)
+    vocabulary["ZZZZQ"] = vocabulary.pop(max(vocabulary, key=vocabulary.get))
+    assert merged in vocabulary
+    record["model"]["merges"] = []
+    path.write_text(json.dumps(record))
+    with pytest.raises(di.TokenizerError, match="engram_compressed_vocab_size"):
+        di.load(checkpoint)
+
+
+def test_tokenizer_larger_than_the_model(checkpoint):
+    path = checkpoint / "tokenizer.json"
+    record = json.loads(path.read_text())
+    record["added_tokens"].append(
+        {**record["added_tokens"][-1], "id": 512, "content": "<|one too many|>"}
+    )
+    path.write_text(json.dumps(record))
+    with pytest.raises(di.TokenizerError, match="more ids than the model"):
+        di.load(checkpoint)

@@ -1,0 +1,139 @@
+"""tiny_v41 against the released code in checkpoint arithmetic: prompt A whole, layers one by one.
+
+A model of random weights is chaotic under BF16, so every layer starts from the golden output of
+the one before it (README): relative Frobenius error at most 0.03, and at least 95 % of tokens
+within 5 % of their own largest value.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax.config.roles import layer_roles
+from deepinfer_jax.model import mhc, step
+from deepinfer_jax.model.attention.sublayer import empty_selection
+from deepinfer_jax.model.layer import apply_layer
+from deepinfer_jax.model.state import single_sequence
+from deepinfer_jax.model.tile import Flow
+from tests.golden import compare
+from tests.golden.ledger import Fixture, Left, Suite
+from tests.golden.network import TILE, ops, role, rows_of, tiles, tiny_config, tiny_params
+from tests.golden.tiny import run_prompt
+
+FILE = "tiny_v41/golden_rounded"
+LAYERS = 10
+
+
+@lru_cache(maxsize=1)
+def _layer_program() -> Any:
+    config, prims = tiny_config("checkpoint"), ops("checkpoint")
+
+    def run(params, role, state, flow, tile):
+        # The look-back ring holds one tile's past only, so it is filled again for every layer.
+        state = step._remember_ids(params, state, tile)
+        state, flow, _ = apply_layer(prims, config, params, role, state, flow, tile)
+        return state, flow
+
+    return jax.jit(run)
+
+
+def check_layers(fixture: Fixture, prompt: str) -> None:
+    """x_out of every layer from golden inputs, rows and selections shared in order."""
+    config, params = tiny_config("checkpoint"), tiny_params("checkpoint")
+    ids = fixture.input(f"{prompt}.ids")
+    places = tiles(len(ids))
+    state = single_sequence(config, len(ids), row_tile=TILE)
+    selections = [empty_selection(config, state, TILE) for _ in places]
+    embedded = np.asarray(params.embed)[ids].astype(np.float32)
+    streams = np.broadcast_to(embedded[:, None], (len(ids), 4, embedded.shape[1]))
+    mix = np.asarray(mhc.initial_mix(len(ids), 4))
+    for layer in range(LAYERS):
+        outputs = []
+        for index, positions in enumerate(places):
+            valid = positions >= 0
+            tile = rows_of(positions).replace(ids=_fill(ids, positions).astype(jnp.int32))
+            flow = Flow(
+                streams=_fill(streams, positions),
+                mix=_fill(mix, positions),
+                selection=selections[index],
+            )
+            state, flow = _layer_program()(params, role(layer), state, flow, tile)
+            selections[index] = flow.selection
+            outputs.append(np.asarray(flow.streams)[valid])
+        name = f"{prompt}.layers.{layer}"
+        streams = fixture.take(f"{name}.x_out")
+        if layer + 1 < LAYERS:
+            mix = fixture.value(f"{name}.pre_out")
+        check_streams(f"{name}.x_out", np.concatenate(outputs), streams)
+
+
+def _fill(array: np.ndarray, positions: np.ndarray) -> jax.Array:
+    """Returns the rows of one tile, zeros where it is not full."""
+    out = np.zeros((len(positions), *array.shape[1:]), array.dtype)
+    out[positions >= 0] = array[positions[positions >= 0]]
+    return jnp.asarray(out)
+
+
+def check_streams(label: str, got: np.ndarray, want: np.ndarray) -> None:
+    """The README's bound for one layer in checkpoint arithmetic."""
+    error = np.abs(got.astype(np.float64) - want)
+    frobenius = np.sqrt(np.square(error).sum() / np.square(want, dtype=np.float64).sum())
+    axes = tuple(range(1, want.ndim))
+    within = error.max(axis=axes) <= 0.05 * np.abs(want).max(axis=axes)
+    compare.note("layer, relative Frobenius, at most 0.03", float(frobenius))
+    compare.note("layer, share of tokens beyond 5 %, at most 0.05", float(1 - within.mean()))
+    if frobenius > 0.03 or within.mean() < 0.95:
+        at = np.unravel_index(int(error.argmax()), error.shape)
+        raise AssertionError(
+            f"{label}: relative Frobenius {frobenius:.4g} (<= 0.03), {within.mean():.1%} of tokens "
+            f"within 5 % (>= 95 %); worst at {tuple(map(int, at))}: got {got[at]}, want {want[at]}"
+        )
+
+
+def check_prompt_a(fixture: Fixture) -> None:
+    """Prompt A end to end: logits within 0.15."""
+    run = run_prompt(fixture.input("A.ids"), "checkpoint")
+    compare.absolute("A.logits_all", run.logits, fixture.take("A.logits_all"), 0.15)
+    for layer in (layer for layer in range(LAYERS) if layer_roles(tiny_config())[layer].ratio):
+        key = f"A.layers.{layer}.topk"
+        if key in fixture.arrays:
+            compare.same_sets(key, run.seen["topk"][layer], fixture.take(key))
+
+
+def _layers(prompt: str) -> Callable[[Fixture], None]:
+    return lambda fixture: check_layers(fixture, prompt)
+
+
+CASES = {"layers A": _layers("A"), "layers B": _layers("B"), "prompt A": check_prompt_a}
+
+
+def _left() -> list[Left]:
+    """Returns every key that is not comparable by the README, and the image prompt."""
+    used = {"A.ids", "B.ids", "A.logits_all", "A.layers.6.topk", "A.layers.8.topk"}
+    used |= {f"{p}.layers.{layer}.x_out" for p in "AB" for layer in range(LAYERS)}
+    used |= {f"{p}.layers.{layer}.pre_out" for p in "AB" for layer in range(LAYERS - 1)}
+    rest = [key for key in Fixture(FILE).arrays if key not in used]
+    images = tuple(key for key in rest if key.startswith("IMG."))
+    chaotic = tuple(key for key in rest if not key.startswith("IMG."))
+    return [
+        Left(2, "not comparable end to end under rounding (README); inside a layer x_out", chaotic),
+        Left(11, "image prompt: needs the vision tower", images),
+    ]
+
+
+SUITE = Suite(FILE, CASES, _left())
+pytestmark = pytest.mark.accept(2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case):
+    SUITE.run(case)
+
+
+def test_every_key_is_compared_once_or_left_to_a_named_issue(record_property):
+    SUITE.report(record_property)
