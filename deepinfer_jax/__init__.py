@@ -24,6 +24,14 @@ if TYPE_CHECKING:
         TokenizerError,
     )
     from deepinfer_jax.loading import Model, load
+    from deepinfer_jax.model.cached import (
+        StepOutput,
+        decode,
+        init_state,
+        make_plan,
+        prefill,
+        verify,
+    )
     from deepinfer_jax.model.draft import DraftOutput
     from deepinfer_jax.model.forward import draft, hidden_states, score
     from deepinfer_jax.sampling.params import SamplingParams
@@ -44,6 +52,7 @@ _NAMES = {
         "TokenizerError",
     ),
     "loading": ("Model", "load"),
+    "model.cached": ("StepOutput", "decode", "init_state", "make_plan", "prefill", "verify"),
     "model.draft": ("DraftOutput",),
     "model.forward": ("draft", "hidden_states", "score"),
     "sampling.params": ("SamplingParams",),
@@ -67,15 +76,21 @@ __all__ = [
     "RequestOutput",
     "RuntimeConfig",
     "SamplingParams",
+    "StepOutput",
     "StreamDelta",
     "TokenizerError",
     "config_from_hf",
+    "decode",
     "draft",
     "hidden_states",
+    "init_state",
     "load",
+    "make_plan",
+    "prefill",
     "preset",
     "read_config",
     "score",
+    "verify",
 ]
 
 

@@ -34,6 +34,8 @@ EMBEDDED = Path(__file__).parent / "data" / "tiny_v41"
 #: Float32 weights up to this size are expanded once at load; larger ones stay quantised and are
 #: dequantised where they are used, with the same values.
 EXPAND_LIMIT_BYTES = 4 * 2**30
+#: Named implementations of single operations, beside "xla".
+VARIANTS = {"output_projection": ("xla", "fp8")}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def load(
             dequantised, nothing else rounded).
         determinism: "batch", "run" or "off" (determinism.md 1).
         mesh: Only None (one device) so far.
-        kernels: None or "xla"; Pallas and Ascend implementations do not exist yet.
+        kernels: None, "xla", or a mapping operation -> implementation; `VARIANTS` lists what exists
+            so far (no Pallas or Ascend implementation does).
         tp_chunks: Only None so far; it belongs to tensor parallelism.
         seed: Initialises random weights, so it raises for a source that has weights.
         engram: Engram tables on the "device", in "host" memory, or "mapped" from the file.
@@ -106,7 +109,9 @@ def load(
     if params.engram is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
     execution = ExecutionConfig(
-        numerics=cast(NumericsMode, numerics), determinism=cast(DeterminismLevel, determinism)
+        numerics=cast(NumericsMode, numerics),
+        determinism=cast(DeterminismLevel, determinism),
+        kernels=tuple((k, v) for k, v in _chosen(kernels) if v != "xla"),
     )
     return Model(
         config=replace(config, execution=execution),
@@ -182,13 +187,26 @@ def _check_options(
         raise ConfigError(f"mesh must be None (one device) so far, got {mesh!r}")
     if tp_chunks is not None:
         raise ConfigError(f"tp_chunks must be None without tensor parallelism, got {tp_chunks!r}")
-    named = {kernels} if isinstance(kernels, str) else set((kernels or {}).values())
-    if named - {"xla"}:
-        raise KernelSelectionError(
-            f'kernels must be None or "xla" so far, got {kernels!r}: no other implementation exists'
-        )
+    for operation, name in _chosen(kernels):
+        if name not in VARIANTS.get(operation, ("xla",)):
+            raise KernelSelectionError(
+                f'kernels must be None, "xla" or a mapping of {VARIANTS} so far, got {operation}='
+                f"{name!r}: no other implementation exists"
+            )
+        if name != "xla" and numerics == "float32":
+            raise KernelSelectionError(
+                f'{operation}={name!r} differs in its quantisers only, and numerics="float32" has '
+                'none: use numerics="checkpoint"'
+            )
     if determinism == "batch":
         _check_flags()
+
+
+def _chosen(kernels: str | Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """Returns (operation, implementation) pairs, sorted; "all" stands for every operation."""
+    if isinstance(kernels, str):
+        return (("all", kernels),)
+    return tuple(sorted((kernels or {}).items()))
 
 
 def _check_flags() -> None:

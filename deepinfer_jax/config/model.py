@@ -139,9 +139,11 @@ class ExecutionConfig:
     numerics: NumericsMode = "float32"
     determinism: DeterminismLevel = "batch"
     kernels: tuple[tuple[str, str], ...] = ()  # operation -> implementation, sorted
-    row_tile: int = (
-        8  # rows per tile of the network loop; part of the arithmetic (determinism.md 12)
-    )
+    row_tile: int = 8  # rows per tile of the network loop; part of the arithmetic
+
+    def kernel(self, operation: str) -> str:
+        """Returns the implementation chosen for an operation, "xla" unless another was named."""
+        return dict(self.kernels).get(operation, "xla")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import ConfigError
+
+DEFAULT_MAX_LEN = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +40,7 @@ class RuntimeConfig:
                 "RuntimeConfig.block_tokens must be a multiple of 128 (compressed groups and index "
                 f"blocks may not straddle a page), got {self.block_tokens}"
             )
+
+    def longest(self, config: ModelConfig) -> int:
+        """Returns the longest sequence, prompt and completion together, of this model."""
+        return min(config.max_position_embeddings, self.max_len or DEFAULT_MAX_LEN)

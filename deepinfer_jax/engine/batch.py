@@ -1,8 +1,7 @@
 """A static batch: prompts that start together and decode one token each per step."""
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,8 +11,9 @@ from jax import Array
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.state import CacheLayout, CacheState, init_cache
-from deepinfer_jax.model.step import Plan, logits, plan_length, step
+from deepinfer_jax.model.cached import assign_pages, cache_layout, make_plan, prefill
+from deepinfer_jax.model.state import CacheState, init_cache
+from deepinfer_jax.model.step import plan_length
 
 if TYPE_CHECKING:
     from deepinfer_jax.model.params import Params
@@ -52,11 +52,13 @@ def greedy_tokens(
 
     def advance(rows: Rows) -> tuple[list[int], list[int]]:
         nonlocal state
-        state, tokens = _advance(
-            params, config, state, _plan(config, rows), _padded(rows.last, slots)
-        )
-        owners = [rows.slot[row] - 1 for row in rows.last]
-        return owners, [int(t) for t in np.asarray(tokens)[: len(rows.last)]]
+        # Powers of two again: plan lengths, and as many logit rows as there are slots.
+        length = _power_of_two(plan_length(len(rows.ids), config.execution.row_tile))
+        wanted = np.pad(np.asarray(rows.last, np.int32), (0, slots - len(rows.last)))
+        plan = make_plan(config, rows.ids, rows.position, rows.slot, length=length, rows=wanted)
+        state, out = prefill(params, config, state, plan)
+        tokens = np.asarray(_greedy(out.logits))[: len(rows.last)]
+        return [rows.slot[row] - 1 for row in rows.last], tokens.tolist()
 
     for rows in _prefill(prompts, runtime.max_tokens_per_step):
         owners, tokens = advance(rows)
@@ -107,52 +109,20 @@ def _new_state(
     longest: int,
     place: jax.sharding.Sharding,
 ) -> CacheState:
-    """Returns a cache with every sequence's pages assigned; sizes are powers of two."""
+    """Returns a cache for one batch; sizes are powers of two, so that few programs serve all."""
     slots = _power_of_two(sequences + 1)
     pages = _power_of_two(-(-longest // runtime.block_tokens))
-    tile = config.execution.row_tile
-    stock_rows = plan_length(_power_of_two(runtime.max_tokens_per_step), tile)
-    layout = CacheLayout(
-        num_slots=slots,
-        num_blocks=1 + (slots - 1) * pages,
-        max_blocks=pages,
-        block_tokens=runtime.block_tokens,
-        # Without row tiles a step writes all of its rows before it reads any.
-        row_tile=tile if config.execution.determinism == "batch" else stock_rows,
-    )
-    state = init_cache(config, layout)
-    table = np.zeros(state.block_table.shape, np.int32)
-    table[1:] = np.arange(1, layout.num_blocks, dtype=np.int32).reshape(slots - 1, pages)
+    layout = cache_layout(config, runtime, slots, pages * runtime.block_tokens)
     # Where the parameters are: a state that moves after its first step would compile twice.
-    return jax.device_put(replace(state, block_table=jnp.asarray(table)), place)
-
-
-def _plan(config: ModelConfig, rows: Rows) -> Plan:
-    """Returns the device plan; its length is a power of two, so that few programs serve all."""
-    count = len(rows.ids)
-    length = _power_of_two(plan_length(count, config.execution.row_tile))
-    return Plan(
-        ids=_padded(rows.ids, length),
-        position=_padded(rows.position, length),
-        slot=_padded(rows.slot, length),
-        count=jnp.int32(count),
-    )
-
-
-def _padded(values: list[int], length: int) -> Array:
-    return jnp.asarray(np.pad(np.asarray(values, np.int32), (0, length - len(values))))
+    return jax.device_put(assign_pages(init_cache(config, layout)), place)
 
 
 def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-@partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
-def _advance(
-    params: "Params", config: ModelConfig, state: CacheState, plan: Plan, rows: Array
-) -> tuple[CacheState, Array]:
-    """Runs a plan; returns the greedy token after each of `rows`, lowest id among equal maxima."""
-    state, hidden, _ = step(params, config, state, plan)
-    scores = logits(params, config, hidden[rows])
+@jax.jit
+def _greedy(scores: Array) -> Array:
+    """Returns the id of every row's highest logit, the lowest among equals; -1 if it has a NaN."""
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    return state, jnp.where(jnp.isnan(scores).any(axis=-1), NOT_A_TOKEN, tokens)
+    return jnp.where(jnp.isnan(scores).any(axis=-1), NOT_A_TOKEN, tokens)

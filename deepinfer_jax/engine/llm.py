@@ -17,7 +17,6 @@ from deepinfer_jax.model.forward import check_ids
 from deepinfer_jax.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
-DEFAULT_MAX_LEN = 4096
 
 
 class LLM:
@@ -51,8 +50,7 @@ class LLM:
     @property
     def max_len(self) -> int:
         """Longest sequence, prompt and completion together."""
-        limit = self.model.config.max_position_embeddings
-        return min(limit, self.runtime.max_len or DEFAULT_MAX_LEN)
+        return self.runtime.longest(self.model.config)
 
     def generate(
         self,

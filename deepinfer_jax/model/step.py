@@ -37,6 +37,7 @@ class Plan:
     position: Leaf  # int32 [T]
     slot: Leaf  # int32 [T]
     count: Leaf  # int, or int32 []
+    rows: Leaf = None  # int32 [B]: rows whose logits are wanted; None: all
 
 
 def plan_length(rows: int, tile: int) -> int:
@@ -128,7 +129,7 @@ def _run_tile(
     collect: tuple[str, ...],
 ) -> tuple[CacheState, Float[Array, "t d"], dict[str, Array]]:
     """Embedding, layers and final norm of one tile."""
-    state = _remember_ids(params, state, tile)
+    state = _remember(params, state, tile)
     embedded = params.embed[tile.ids].astype(jnp.float32)
     count, streams = tile.ids.shape[0], config.mhc.hc_mult
     start = Flow(
@@ -151,8 +152,10 @@ def _run_tile(
     return state, final, {name: seen[name] for name in collect}
 
 
-def _remember_ids(params: Params, state: CacheState, tile: Rows) -> CacheState:
-    """Writes compressed ids to the look-back ring, before any row of the tile reads it."""
+def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:
+    """Writes lengths, and compressed ids to the look-back ring before any row reads it."""
+    length = jnp.where(tile.valid, tile.position + 1, 0)
+    state = replace(state, length=state.length.at[tile.slot].max(length))
     if params.engram is None:
         return state
     compressed = jnp.asarray(params.engram.token_map.ids)[tile.ids]

@@ -61,7 +61,7 @@ class Ops:
         """Sums a short axis in ascending order."""
         return self._impl.fold_sum(x, axis)
 
-    def rms_scale(self, x: Float[Array, "t *h d"], eps: float) -> Float[Array, "t *h"]:
+    def rms_scale(self, x: Float[Array, "t *h d"], eps: float) -> Float[Array, " t *h"]:
         """Returns rsqrt(mean(x^2) + eps) over the last axis."""
         return self._impl.rms_scale(x, eps)
 

@@ -1,6 +1,8 @@
 """How one request wants its tokens (io.md 3)."""
 
+import difflib
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -20,6 +22,7 @@ class SamplingParams:
 
     Raises:
         InputError: a value outside its documented range, or of another type.
+        TypeError: a keyword that does not exist; the message names the nearest one.
     """
 
     __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal
@@ -47,6 +50,18 @@ class SamplingParams:
     deadline_s: float | None = None
     priority: int = 0
 
+    def __new__(cls, *args: Any, **fields: Any) -> "SamplingParams":
+        """Rejects unknown keywords by name; the generated `__init__` does the rest."""
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, 1)
+                hint = _OTHER_NAMES.get(name, near[0] if near else "")
+                raise TypeError(
+                    f"SamplingParams has no field {name!r}"
+                    + (f"; did you mean {hint!r}?" if hint else "")
+                )
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, (is_legal, rule) in _RULES.items():
             value = getattr(self, name)
@@ -60,7 +75,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the highest logit is taken."""
-        return self.temperature < GREEDY_BELOW
+        return bool(self.temperature < GREEDY_BELOW)  # NumPy numbers are floats too
 
 
 def _integer(low: int | float, high: int | float = math.inf) -> Callable[[Any], bool]:
@@ -71,7 +86,7 @@ def _number(is_inside: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda v: (
         isinstance(v, int | float)
         and not isinstance(v, bool)
-        and math.isfinite(v)
+        and abs(v) <= sys.float_info.max  # false for NaN; an int may be too large for a float
         and is_inside(float(v))
     )
 
@@ -92,6 +107,19 @@ def _is_bias(value: Any) -> bool:
         and all(_integer(0)(k) and inside(v) for k, v in value.items())
     )
 
+
+# What other systems call these fields.
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "first_n_token_no_eos": "min_tokens",
+    "seq_seed": "seed",
+    "sampling_seed": "seed",
+    "top_logprobs": "logprobs",
+    "stop_ids": "stop_token_ids",
+    "so_args": "grammar",
+}
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (_number(lambda x: x >= 0), "a finite number >= 0 (0 is greedy)"),

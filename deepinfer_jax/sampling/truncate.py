@@ -9,6 +9,8 @@ kept tokens are a prefix of the order. Its last logit is found by bisection over
 ordered key, ties at it are cut by id: no sort.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -68,26 +70,31 @@ def keep_tile(
 def _prefix(key: Array, mass: Array, count: Array, limit: Array) -> Array:
     """Returns the longest prefix of the order with rank < count and mass before <= limit."""
 
-    def before(is_before: Array) -> tuple[Array, Array]:
+    def stays(is_before: Array) -> Array:
+        """Whether a token stays that has exactly these before it."""
         total = jnp.sum(jnp.where(is_before, mass, np.uint32(0)), axis=-1, dtype=jnp.uint32)
-        return jnp.sum(is_before, axis=-1, dtype=jnp.int32), total
+        return (jnp.sum(is_before, axis=-1, dtype=jnp.int32) < count) & (total <= limit)
 
-    def step(number: Array, lower: Array) -> Array:
-        bit = np.uint32(1) << (np.uint32(31) - number.astype(jnp.uint32))
-        probe = lower + (bit - np.uint32(1))  # is the threshold at most this key?
-        rank, total = before(key > probe[:, None])
-        return jnp.where((rank < count) & (total <= limit), lower, lower + bit)
+    # the lowest key whose first token stays
+    threshold = _bisect(32, key.shape[0], lambda probe: stays(key > probe))
+    is_above = key > threshold
+    # the first id that is cut although its key is the threshold; `token` counts down from the end
+    token = np.uint32(key.shape[-1]) - jnp.arange(key.shape[-1], dtype=jnp.uint32)
+    is_tie = key == threshold
+    bits = key.shape[-1].bit_length()
+    last = _bisect(bits, key.shape[0], lambda probe: stays(is_above | is_tie & (token > probe)))
+    return (is_above | is_tie & (token >= last)) & (count > 0)[:, None]
 
-    threshold = lax.fori_loop(0, 32, step, jnp.zeros(key.shape[0], jnp.uint32))
-    is_above = key > threshold[:, None]
-    is_tie = key == threshold[:, None]
-    rank, total = before(is_above)
-    tie = is_tie.astype(jnp.int32)
-    tie_mass = jnp.where(is_tie, mass, np.uint32(0))
-    tie_rank = rank[:, None] + jnp.cumsum(tie, axis=-1, dtype=jnp.int32) - tie
-    tie_before = total[:, None] + jnp.cumsum(tie_mass, axis=-1, dtype=jnp.uint32) - tie_mass
-    stays = is_tie & (tie_rank < count[:, None]) & (tie_before <= limit[:, None])
-    return (is_above | stays) & (count > 0)[:, None]
+
+def _bisect(bits: int, rows: int, is_enough: Callable[[Array], Array]) -> Array:
+    """Returns the lowest uint32 [rows, 1] at which a monotone test of each row holds."""
+
+    def step(number: int | Array, lower: Array) -> Array:
+        bit = jnp.uint32(1) << (np.uint32(bits - 1) - jnp.asarray(number, jnp.uint32))
+        is_low = is_enough(lower + (bit - np.uint32(1)))
+        return jnp.where(is_low[:, None], lower, lower + bit)
+
+    return lax.fori_loop(0, bits, step, jnp.zeros((rows, 1), jnp.uint32))
 
 
 def truncation_mask(
@@ -136,9 +143,7 @@ def logprobs_tile(scores: Array, rows: RowParams) -> Array:
     single = _with_greedy(scores, greedy, jnp.zeros_like(scores), 0.0, -np.inf)
 
     def sampled() -> Array:
-        return jnp.where(
-            greedy[:, None], single, core.log_softmax(_survivors(scores, rows)[0])
-        )
+        return jnp.where(greedy[:, None], single, core.log_softmax(_survivors(scores, rows)[0]))
 
     return lax.cond(jnp.all(greedy), lambda: single, sampled)
 
@@ -174,5 +179,3 @@ def temperature_probabilities(
         return _with_greedy(scores, is_greedy(temperature), p, 1.0, 0.0)
 
     return core.map_row_tiles(body, logits, temperature)
-
-

@@ -58,6 +58,11 @@ def _score(model, ids):
         ({"mesh": {"dp": 2}}, di.ConfigError, "mesh must be None"),
         ({"tp_chunks": 8}, di.ConfigError, "tp_chunks must be None"),
         ({"kernels": "pallas"}, di.KernelSelectionError, "no other implementation"),
+        (
+            {"kernels": {"output_projection": "fp8"}, "numerics": "float32"},
+            di.KernelSelectionError,
+            "quantisers only",
+        ),
         ({"kernels": {"contract": "ascend"}}, di.KernelSelectionError, "no other implementation"),
         ({"seed": 1}, di.ConfigError, "has weights"),
     ],

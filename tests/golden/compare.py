@@ -69,8 +69,11 @@ def note(label: str, value: float) -> None:
 def exact(label: str, got: Any, want: Any) -> None:
     """Asserts equal bits (integers: equal values)."""
     got, want = _pair(label, got, want)
-    if want.dtype.kind in "fV":
-        wrong = got.view(np.uint32) != want.view(np.uint32)
+    if want.dtype == np.float32:
+        got_bits, want_bits = (
+            np.ascontiguousarray(a, np.float32).view(np.uint32) for a in (got, want)
+        )
+        wrong = got_bits != want_bits
     else:
         wrong = got != want
     if wrong.any():

@@ -134,10 +134,6 @@ def mix_delayed_by_a_layer(patch: Patch) -> None:
     patch.setattr(step, "apply_layer", wrong)
 
 
-def first_mix_uniform(patch: Patch) -> None:
-    patch.setattr(mhc, "initial_mix", lambda rows, streams: jnp.full((rows, streams), 0.5))
-
-
 def sink_scaled(patch: Patch) -> None:
     right = core.attend
 
@@ -312,9 +308,7 @@ def engram_look_back_reversed(patch: Patch) -> None:
 
 
 def engram_images_not_sticky(patch: Patch) -> None:
-    patch.setattr(
-        hashing, "look_back", lambda context, pad: jnp.where(context < 0, pad, context)
-    )
+    patch.setattr(hashing, "look_back", lambda context, pad: jnp.where(context < 0, pad, context))
 
 
 def eps_of_1e_minus_6(patch: Patch) -> None:

@@ -7,7 +7,16 @@ import numpy as np
 from deepinfer_jax.model.attention.sublayer import attention, empty_selection
 from deepinfer_jax.model.params import CompressorParams, IndexerParams, LayerParams
 from deepinfer_jax.model.state import CacheState, single_sequence
-from tests.golden.network import Weights, model_params, ops, role, rows_of, stack, tiles, tiny_config
+from tests.golden.network import (
+    Weights,
+    model_params,
+    ops,
+    role,
+    rows_of,
+    stack,
+    tiles,
+    tiny_config,
+)
 
 
 class Sublayer:

@@ -96,9 +96,7 @@ def check_heads(fixture: Fixture) -> None:
     compare.exact("markov.embed", params.markov_embed[ids], fixture.take("markov.embed"))
     # Blocks of one position on zero base logits: what comes back is the head's own part.
     base = jnp.zeros((8, config.vocab_size))
-    run = jax.jit(
-        lambda hidden, anchor: draft.propose(prims, config, params, base, hidden, anchor)
-    )
+    run = jax.jit(lambda hidden, anchor: draft.propose(prims, config, params, base, hidden, anchor))
     rounds = [run(jnp.tile(h, (8, 1)), i) for h, i in zip(hidden, ids, strict=True)]
     found = {
         "markov.logit_bias": np.concatenate([r.logits for r in rounds]),
@@ -116,7 +114,7 @@ def _stage(last: int, numerics: str) -> Callable[[Fixture], None]:
 CASES = {f"L{last} {numerics}": _stage(last, numerics) for last in (3, 21) for numerics in NUMERICS}
 CASES["heads"] = check_heads
 SUITE = Suite("modules/dspark", CASES)
-pytestmark = pytest.mark.accept(1)
+pytestmark = pytest.mark.accept(2)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -101,10 +101,14 @@ def _module(name: str, numerics: str) -> Callable[[Fixture], None]:
 CASES = (
     {"constants": check_constants, "rows": check_rows_exact}
     | {f"hash{i}": _hash(f"hash{i}") for i in range(4)}
-    | {f"mod{i} {numerics}": _module(f"mod{i}", numerics) for i in range(3) for numerics in NUMERICS}
+    | {
+        f"mod{i} {numerics}": _module(f"mod{i}", numerics)
+        for i in range(3)
+        for numerics in NUMERICS
+    }
 )
 SUITE = Suite("modules/engram", CASES)
-pytestmark = pytest.mark.accept(1)
+pytestmark = pytest.mark.accept(2)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -57,9 +57,11 @@ def _rope(size: str, kind: str) -> Callable[[Fixture], None]:
 CASES = {
     "norm 1e-20": lambda fixture: check_norm(fixture, 1e-20, "rms.eps1e-20.y"),
     "norm 1e-6": lambda fixture: check_norm(fixture, 1e-6, "rms.eps1e-06.y"),
-} | {f"{size} {kind}": _rope(size, kind) for size in ("real", "tiny") for kind in ("window", "yarn")}
+} | {
+    f"{size} {kind}": _rope(size, kind) for size in ("real", "tiny") for kind in ("window", "yarn")
+}
 SUITE = Suite("modules/norm_rope", CASES)
-pytestmark = pytest.mark.accept(1)
+pytestmark = pytest.mark.accept(2)
 
 
 @pytest.mark.parametrize("case", CASES)

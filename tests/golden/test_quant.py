@@ -58,7 +58,7 @@ SUITES = {
     "quant": Suite("modules/quant", QUANT, [RECIPROCAL]),
     "weights_gemm": Suite("modules/weights_gemm", WEIGHTS),
 }
-pytestmark = pytest.mark.accept(1)
+pytestmark = pytest.mark.accept(2)
 
 
 @pytest.mark.parametrize(("file", "case"), [(f, c) for f, s in SUITES.items() for c in s.cases])

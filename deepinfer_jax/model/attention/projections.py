@@ -42,11 +42,16 @@ def output(
 ) -> Float[Array, "t d"]:
     """Returns the sub-layer output: inverse rotation, grouped product, second product.
 
-    `o` is not quantised and `wo_a` is a BF16 weight (model.md 9.1).
+    By default `o` is not quantised and `wo_a` is a BF16 weight (model.md 9.1). The variant
+    `output_projection="fp8"` is the GPU form of DeepInfer: `o` goes through Q8, and the product of
+    the groups is quantised straight from its float32 sum. Its weights have the same values.
     """
     groups = config.attention.o_groups
     o = ops.bf16(apply_rope(ops.bf16(o), *rope, inverse=True))
     grouped = o.reshape(o.shape[0], groups, -1)
     weight = layer.wo_a.reshape(groups, -1, layer.wo_a.shape[-1])
-    low_rank = ops.bf16(ops.contract_grouped(grouped, weight))
+    if config.execution.kernel("output_projection") == "fp8":
+        low_rank = ops.contract_grouped(ops.q8(grouped), weight)
+    else:
+        low_rank = ops.bf16(ops.contract_grouped(grouped, weight))
     return ops.bf16(ops.contract(ops.q8(low_rank.reshape(o.shape[0], -1)), layer.wo_b))

@@ -14,7 +14,9 @@ from deepinfer_jax.config.engram_primes import EngramPrimes
 Limbs = tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]
 
 
-def multiply(c: UInt32[Array, "*#b"], high: UInt32[Array, "*#b"], low: UInt32[Array, "*#b"]) -> Limbs:
+def multiply(
+    c: UInt32[Array, "*#b"], high: UInt32[Array, "*#b"], low: UInt32[Array, "*#b"]
+) -> Limbs:
     """Returns (hi, lo) of c * m for c < 2^17 and a product below 2^64."""
     c0, c1 = c & 0xFFFF, c >> 16
     b0, b1 = low & 0xFFFF, low >> 16

@@ -6,6 +6,7 @@ of the layer (window, ratio 4, ratio 128) is data; branches return rows, never c
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_ratios
 from deepinfer_jax.model.attention import core, indexer, projections
 from deepinfer_jax.model.params import LayerParams
-from deepinfer_jax.model.params_v4 import V4CompressorParams, V4Params
+from deepinfer_jax.model.params_v4 import V4CompressorParams, V4IndexerParams, V4Params
 from deepinfer_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 from deepinfer_jax.model.state import read_pages, write_pages
 from deepinfer_jax.model.tile import Rows, branch
@@ -76,8 +77,14 @@ def queries(
     return apply_rope(q, *rope)
 
 
-def _at(stacked: V4CompressorParams, role: V4Role) -> V4CompressorParams:
+def _at(stacked: Any, role: V4Role) -> Any:
+    """Returns the leaves of this layer from a record stacked over its ratio's layers."""
     return jax.tree.map(lambda leaf: leaf[role.source], stacked)
+
+
+def _indexer(params: V4Params, role: V4Role) -> V4IndexerParams:
+    assert params.indexers is not None  # a ratio-4 layer has one
+    return _at(params.indexers, role)
 
 
 def _write_tails(
@@ -99,7 +106,7 @@ def _write_tails(
             found = list(empty)
             found[group] = compress.project(ops, _at(params.compressors[group], role), v)
             if ratios[group] == 4:
-                found[-1] = compress.project(ops, _at(params.indexers.compressor, role), v)
+                found[-1] = compress.project(ops, _indexer(params, role).compressor, v)
             return tuple(found)
 
         return run
@@ -130,19 +137,19 @@ def _publish(
         jnp.zeros((count, config.indexer.index_head_dim), jnp.float32),
     )
 
-    def entry(stacked: V4CompressorParams, leaf: Array, ratio: int) -> Float[Array, "t c"]:
+    def entry(leaves: V4CompressorParams, leaf: Array, ratio: int) -> Float[Array, "t c"]:
         position = compress.pooled_positions(tile.position, ratio)
         present = (position >= 0) & (position <= tile.position[:, None])
         tokens = read_tail(leaf, role.source, tile.slot, position)
-        pooled = compress.pool(ops, _at(stacked, role), config.rms_norm_eps, tokens, present)
+        pooled = compress.pool(ops, leaves, config.rms_norm_eps, tokens, present)
         return compress.rotate(pooled, tile.position, ratio, frequency)
 
     def pool(group: int, ratio: int) -> Callable[[], Published]:
         def run() -> Published:
-            row = entry(params.compressors[group], state.tail[group], ratio)
+            row = entry(_at(params.compressors[group], role), state.tail[group], ratio)
             if ratio != 4:
                 return row, nothing[1]
-            return row, entry(params.indexers.compressor, state.index_tail, ratio)
+            return row, entry(_indexer(params, role).compressor, state.index_tail, ratio)
 
         closes = (tile.valid & ((tile.position + 1) % ratio == 0)).any()
         return lambda: lax.cond(closes, run, lambda: nothing)
@@ -217,9 +224,10 @@ def _select(
 ) -> Int[Array, "t k"]:
     """Returns the best visible ratio-4 indices of every row, ascending, -1 padded."""
     settings, keys = config.indexer, state.index_keys
-    query = ops.contract(latent, params.indexers.wq_b[role.source])
+    leaves = _indexer(params, role)
+    query = ops.contract(latent, leaves.wq_b)
     query = query.reshape(query.shape[0], settings.index_n_heads, settings.index_head_dim)
-    weight = ops.contract(v, params.indexers.weights_proj[role.source])
+    weight = ops.contract(v, leaves.weights_proj)
     length = jnp.where(tile.valid, (tile.position + 1) // 4, 0)
 
     def read(index: Int[Array, "t s"]) -> Float[Array, "t s i"]:

@@ -38,8 +38,8 @@ class V4CacheState:
 
     main: tuple[Leaf, ...]
     tail: tuple[Leaf, ...]
-    index_keys: Leaf | None
-    index_tail: Leaf | None
+    index_keys: Leaf
+    index_tail: Leaf
     window: Leaf
     length: Leaf
     block_table: Leaf

@@ -3,6 +3,8 @@
 The plan and the loop are those of V4.1 (`model.step`), with the same rules and traps.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -79,13 +81,15 @@ def _run_tile(
     tile: Rows,
     collect: tuple[str, ...],
 ) -> tuple[V4CacheState, Float[Array, "t d"], dict[str, Array]]:
-    """Embedding, layers, learned head mix and final norm of one tile."""
+    """Embedding, layers, learned head mix and final norm of one tile; lengths follow its rows."""
+    reached = jnp.where(tile.valid, tile.position + 1, 0)
+    state = replace(state, length=state.length.at[tile.slot].max(reached))
     embedded = params.embed[tile.ids].astype(jnp.float32)
     shape = (tile.ids.shape[0], config.mhc.hc_mult, config.hidden_size)
     streams = jnp.broadcast_to(embedded[:, None], shape)
 
     def layer(carry: tuple, role: V4Role) -> tuple:
-        state, streams, seen = apply_layer(ops, config, params, role, *carry, tile)
+        state, streams, seen = apply_layer(ops, config, params, role, carry[0], carry[1], tile)
         return (state, streams), {name: seen[name] for name in collect}
 
     (state, streams), seen = lax.scan(layer, (state, streams), v4_role_table(config))

@@ -1,0 +1,133 @@
+"""The cached forms of the network: one program for prefill, decode and verification.
+
+They differ in what the plan holds, not in arithmetic: a sequence's logits have the same bits
+however its rows were cut into calls and whatever shares them (determinism.md D1-D3).
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jax.custom_batching import sequential_vmap
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.params import Leaf, Params
+from deepinfer_jax.model.state import CacheLayout, CacheState, init_cache
+from deepinfer_jax.model.step import Plan, logits, plan_length, step
+
+
+@struct.dataclass
+class StepOutput:
+    """What one step returns: logits of `plan.rows` (all rows if None), final normed hidden rows."""
+
+    logits: Leaf  # float32 [rows, v]
+    hidden: Leaf  # float32 [T, d]
+
+
+def init_state(config: ModelConfig, runtime: RuntimeConfig | None = None) -> CacheState:
+    """Returns an empty cache for `runtime.max_seqs` sequences in slots 1..max_seqs.
+
+    Every slot owns `max_len` tokens' pages; an engine that shares pages writes the block table.
+    """
+    runtime = runtime or RuntimeConfig()
+    layout = cache_layout(config, runtime, runtime.max_seqs + 1, runtime.longest(config))
+    return assign_pages(init_cache(config, layout))
+
+
+def cache_layout(
+    config: ModelConfig, runtime: RuntimeConfig, slots: int, tokens: int
+) -> CacheLayout:
+    """Returns the sizes of a cache whose slots hold `tokens` tokens each."""
+    pages, tile = -(-tokens // runtime.block_tokens), config.execution.row_tile
+    if config.execution.determinism != "batch":
+        # Without row tiles a step writes all of its rows before it reads any.
+        tile = plan_length(runtime.max_tokens_per_step, tile)
+    return CacheLayout(
+        num_slots=slots,
+        num_blocks=1 + (slots - 1) * pages,
+        max_blocks=pages,
+        block_tokens=runtime.block_tokens,
+        row_tile=tile,
+    )
+
+
+def assign_pages(state: CacheState) -> CacheState:
+    """Returns the state with its blocks dealt out to slots 1.. in equal shares; block 0 is null."""
+    slots, pages = state.block_table.shape
+    table = np.zeros((slots, pages), np.int32)
+    table[1:] = np.arange(1, 1 + (slots - 1) * pages, dtype=np.int32).reshape(slots - 1, pages)
+    return replace(state, block_table=jnp.asarray(table))
+
+
+def prefill(
+    params: Params, config: ModelConfig, state: CacheState, plan: Plan
+) -> tuple[CacheState, StepOutput]:
+    """Runs the plan's rows, any number per sequence; returns (new state, logits of `plan.rows`).
+
+    Compiled on first use for each plan length, and `state` is donated: use the returned one. Rows
+    of a sequence must follow what its slot holds. `vmap` over states or plans becomes a `lax.map`.
+    """
+    return _program(params, config, state, plan)
+
+
+def decode(
+    params: Params, config: ModelConfig, state: CacheState, plan: Plan
+) -> tuple[CacheState, StepOutput]:
+    """As `prefill`, for plans of one row per sequence."""
+    return _program(params, config, state, plan)
+
+
+def verify(
+    params: Params, config: ModelConfig, state: CacheState, plan: Plan
+) -> tuple[CacheState, StepOutput]:
+    """As `prefill`, for plans of an anchor and its drafts per sequence.
+
+    Rejected rows need no repair: later rows at their positions overwrite them before they are read,
+    as long as at most `CacheLayout.rollback` positions are taken back.
+    """
+    return _program(params, config, state, plan)
+
+
+def make_plan(
+    config: ModelConfig,
+    ids: "np.ndarray | list[int]",
+    position: "np.ndarray | list[int]",
+    slot: "np.ndarray | list[int]",
+    *,
+    length: int | None = None,
+    rows: "np.ndarray | list[int] | None" = None,
+) -> Plan:
+    """Returns the plan of host rows, padded to `length` (default: the shortest legal one)."""
+    count = len(ids)
+    length = length or plan_length(count, config.execution.row_tile)
+
+    def padded(values: "np.ndarray | list[int]") -> Array:
+        return jnp.asarray(np.pad(np.asarray(values, np.int32), (0, length - count)))
+
+    return Plan(
+        ids=padded(ids),
+        position=padded(position),
+        slot=padded(slot),
+        count=jnp.int32(count),
+        rows=None if rows is None else jnp.asarray(np.asarray(rows, np.int32)),
+    )
+
+
+@partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+def _program(
+    params: Params, config: ModelConfig, state: CacheState, plan: Plan
+) -> tuple[CacheState, StepOutput]:
+    return sequential_vmap(partial(_run, config))(params, state, plan)
+
+
+def _run(
+    config: ModelConfig, params: Params, state: CacheState, plan: Plan
+) -> tuple[CacheState, StepOutput]:
+    state, hidden, _ = step(params, config, state, plan, drafting=params.draft is not None)
+    wanted = hidden if plan.rows is None else hidden[plan.rows]
+    return state, StepOutput(logits=logits(params, config, wanted), hidden=hidden)

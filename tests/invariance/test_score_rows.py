@@ -1,0 +1,50 @@
+"""`score` at level "batch": a row's bits do not depend on the rows that come after it."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax.model import forward
+from tests.golden.network import tiny_config, tiny_params
+from tests.invariance.checker import PROMPT, ROWS, differing, differing_prefixes
+
+FAST = (1, 3, 8, 9, 65)
+pytestmark = pytest.mark.accept(2)
+
+
+def scorer(numerics="float32", **execution):
+    config = tiny_config(numerics)
+    config = replace(config, execution=replace(config.execution, **execution))
+    program = jax.jit(partial(_score, config))
+    return lambda ids: program(tiny_params(numerics), jnp.asarray(ids))
+
+
+def _score(config, params, ids):
+    return forward.score(params, config, ids)
+
+
+def test_rows_of_score_in_float32():
+    assert differing_prefixes(scorer(), FAST) == []
+
+
+@pytest.mark.slow
+def test_rows_of_score_in_float32_at_the_other_lengths():
+    rest = tuple(count for count in ROWS[:-1] if count not in FAST)
+    assert differing_prefixes(scorer(), rest) == []
+
+
+def test_rows_of_score_of_sequences_side_by_side_under_vmap():
+    ids = np.stack([PROMPT[:9], PROMPT[9:18]])
+    run = scorer()
+    together = jax.vmap(partial(forward.score, tiny_params(), tiny_config()))(jnp.asarray(ids))
+    report = [line for i in range(2) for line in differing(f"row {i}", together[i], run(ids[i]))]
+    assert report == []
+
+
+def test_checker_notices_when_all_rows_run_at_once():
+    # Positive control: without the tile loop and the fixed-order primitives, rows do depend.
+    assert differing_prefixes(scorer(determinism="off"), (1, 9)) != []
