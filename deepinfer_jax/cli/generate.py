@@ -25,13 +25,18 @@ def generate(
     determinism: Annotated[
         Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
     ] = "batch",
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Random seed; drawn and shown if not given.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-text token.")] = False,
 ) -> None:
-    """Greedy continuation of PROMPT. Text goes to stdout, everything else to stderr."""
+    """Continuation of PROMPT. Text goes to stdout, everything else to stderr."""
     from rich.console import Console
 
     from deepinfer_jax.engine.llm import LLM
     from deepinfer_jax.sampling.params import SamplingParams
+    from deepinfer_jax.sampling.random import fresh_seed
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.perf_counter()
@@ -44,7 +49,12 @@ def generate(
             "[yellow]The embedded model has random weights: its text is noise.[/yellow] It shows "
             "that a real-format checkpoint runs, nothing else."
         )
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        temperature=temperature,
+        seed=fresh_seed() if seed is None else seed,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+    )
     count, first, reason = 0, None, None
     for delta in llm.stream(prompt, params):
         first = first or time.perf_counter()
@@ -58,6 +68,7 @@ def generate(
     console.print(
         f"load {loaded - started:.1f} s, first token (with compilation) {first - loaded:.1f} s, "
         f"{count} tokens in {ended - loaded:.1f} s, finish: {reason}"
+        + (f", seed {params.seed}" if temperature else "")
     )
 
 

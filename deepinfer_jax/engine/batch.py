@@ -1,29 +1,48 @@
 """A static batch: prompts that start together and decode one token each per step."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.cached import assign_pages, cache_layout, make_plan, prefill
+from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import CacheState, init_cache
 from deepinfer_jax.model.step import plan_length
-
-if TYPE_CHECKING:
-    from deepinfer_jax.model.params import Params
-
-NOT_A_TOKEN = -1  # reported for a row whose logits hold NaN
+from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.sampling.rows import row_params
+from deepinfer_jax.sampling.sample import Sampled, sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Rows of one step on the host: ids, positions, slots; `last` marks rows that need a token."""
+class BatchSequence:
+    """One sequence of a batch: prompt ids, sampling rules, the seed in use."""
+
+    ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """What the sampler said about one sequence; `token` is negative where `status` is not OK.
+
+    logprob and alternatives are None unless some sequence of the batch asked for them.
+    """
+
+    token: int
+    status: int
+    logprob: float | None = None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of one step on the host; `last` marks rows after which a token is chosen."""
 
     ids: list[int]
     position: list[int]
@@ -31,60 +50,86 @@ class Rows:
     last: list[int]
 
 
-def greedy_tokens(
-    params: "Params",
+Step = list[tuple[int, Emitted]]  # sequence number and what it got
+
+
+def run_batch(
+    params: Params,
     config: ModelConfig,
     runtime: RuntimeConfig,
-    prompts: list[list[int]],
+    sequences: Sequence[BatchSequence],
     room: int,
-) -> Generator[tuple[list[int], list[int]], list[int] | None, None]:
-    """Yields, step by step, (sequence numbers, their next greedy tokens).
+) -> Generator[Step, list[int] | None, None]:
+    """Yields, step by step, the next tokens of the sequences that are still running.
 
-    The caller answers each yield with `send(finished)`: the sequence numbers that need no more
-    tokens. Every prompt has at least one id; `room` is the number of tokens after the longest
-    prompt.
+    The caller answers each yield with `send(finished)`: sequences that need no more tokens.
+    Every prompt has at least one id; `room` is the number of tokens after the longest prompt.
     """
-    longest = max(map(len, prompts)) + room
-    state = _new_state(config, runtime, len(prompts), longest, params.embed.sharding)
+    prompts = [sequence.ids for sequence in sequences]
+    state = _new_state(config, runtime, len(prompts), max(map(len, prompts)) + room, params)
     slots = state.length.shape[0]
-    running: dict[int, int] = {}  # sequence -> position of its newest token
-    newest: dict[int, int] = {}
+    rules = row_params([s.params for s in sequences], [s.seed for s in sequences], size=slots)
+    asked = [s.params.logprobs for s in sequences if s.params.logprobs is not None]
+    alternatives = max(asked, default=None)
 
-    def advance(rows: Rows) -> tuple[list[int], list[int]]:
+    def advance(rows: _Rows) -> Step:
         nonlocal state
         # Powers of two again: plan lengths, and as many logit rows as there are slots.
         length = _power_of_two(plan_length(len(rows.ids), config.execution.row_tile))
         wanted = np.pad(np.asarray(rows.last, np.int32), (0, slots - len(rows.last)))
+        owners = [rows.slot[row] - 1 for row in rows.last]
         plan = make_plan(config, rows.ids, rows.position, rows.slot, length=length, rows=wanted)
         state, out = prefill(params, config, state, plan)
-        tokens = np.asarray(_greedy(out.logits))[: len(rows.last)]
-        return [rows.slot[row] - 1 for row in rows.last], tokens.tolist()
+        if not owners:
+            return []
+        place = np.pad(np.asarray(owners, np.int32), (0, slots - len(owners)))
+        # The index of the chosen token: one after the row that predicts it.
+        index = np.asarray(rows.position, np.int32)[wanted] + 1
+        found = sample(out.logits, rules.take(place), index, logprobs=alternatives)
+        return list(zip(owners, _emitted(found, len(owners)), strict=True))
 
+    newest: dict[int, tuple[int, int]] = {}  # sequence -> its newest token and its position
     for rows in _prefill(prompts, runtime.max_tokens_per_step):
-        owners, tokens = advance(rows)
-        if owners:
-            finished = (yield owners, tokens) or []
-            for owner, token in zip(owners, tokens, strict=True):
-                if owner not in finished:
-                    running[owner], newest[owner] = len(prompts[owner]), token
-    while running:
-        order = sorted(running)
-        rows = Rows(
-            ids=[newest[s] for s in order],
-            position=[running[s] for s in order],
-            slot=[s + 1 for s in order],
-            last=list(range(len(order))),
+        step = advance(rows)
+        finished = (yield step) or [] if step else []
+        for owner, emitted in step:
+            if owner not in finished:
+                newest[owner] = emitted.token, len(prompts[owner])
+    while newest:
+        order = sorted(newest)
+        step = advance(
+            _Rows(
+                ids=[newest[s][0] for s in order],
+                position=[newest[s][1] for s in order],
+                slot=[s + 1 for s in order],
+                last=list(range(len(order))),
+            )
         )
-        owners, tokens = advance(rows)
-        finished = (yield owners, tokens) or []
-        for owner, token in zip(owners, tokens, strict=True):
-            running[owner] += 1
-            newest[owner] = token
+        finished = (yield step) or []
+        for owner, emitted in step:
+            newest[owner] = emitted.token, newest[owner][1] + 1
         for owner in finished:
-            running.pop(owner, None)
+            del newest[owner]
 
 
-def _prefill(prompts: list[list[int]], budget: int) -> Iterator[Rows]:
+def _emitted(found: Sampled, count: int) -> Iterator[Emitted]:
+    """Yields the first `count` rows; one transfer from the device."""
+    host = jax.device_get(found)
+    for row in range(count):
+        token, status = int(host.token[row]), int(host.status[row])
+        if host.logprobs is None:
+            yield Emitted(token=token, status=status)
+            continue
+        yield Emitted(
+            token=token,
+            status=status,
+            logprob=float(host.logprobs.logprob[row]),
+            top_ids=tuple(host.logprobs.top_ids[row].tolist()),
+            top_logprobs=tuple(host.logprobs.top_logprobs[row].tolist()),
+        )
+
+
+def _prefill(prompts: list[list[int]], budget: int) -> Iterator[_Rows]:
     """Yields the prompts' rows in order, at most `budget` rows at a time."""
     rows = [
         (token, position, number + 1, position == len(prompt) - 1)
@@ -94,35 +139,20 @@ def _prefill(prompts: list[list[int]], budget: int) -> Iterator[Rows]:
     for start in range(0, len(rows), budget):
         part = rows[start : start + budget]
         ids, position, slot, is_last = (list(column) for column in zip(*part, strict=True))
-        yield Rows(
-            ids=ids,
-            position=position,
-            slot=slot,
-            last=[row for row, last in enumerate(is_last) if last],
-        )
+        last = [row for row, ends in enumerate(is_last) if ends]
+        yield _Rows(ids=ids, position=position, slot=slot, last=last)
 
 
 def _new_state(
-    config: ModelConfig,
-    runtime: RuntimeConfig,
-    sequences: int,
-    longest: int,
-    place: jax.sharding.Sharding,
+    config: ModelConfig, runtime: RuntimeConfig, sequences: int, longest: int, params: Params
 ) -> CacheState:
     """Returns a cache for one batch; sizes are powers of two, so that few programs serve all."""
     slots = _power_of_two(sequences + 1)
     pages = _power_of_two(-(-longest // runtime.block_tokens))
     layout = cache_layout(config, runtime, slots, pages * runtime.block_tokens)
     # Where the parameters are: a state that moves after its first step would compile twice.
-    return jax.device_put(assign_pages(init_cache(config, layout)), place)
+    return jax.device_put(assign_pages(init_cache(config, layout)), params.embed.sharding)
 
 
 def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
-
-
-@jax.jit
-def _greedy(scores: Array) -> Array:
-    """Returns the id of every row's highest logit, the lowest among equals; -1 if it has a NaN."""
-    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    return jnp.where(jnp.isnan(scores).any(axis=-1), NOT_A_TOKEN, tokens)

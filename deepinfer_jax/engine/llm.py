@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.batch import greedy_tokens
+from deepinfer_jax.engine.batch import BatchSequence, run_batch
 from deepinfer_jax.engine.detokenize import Detokenizer
 from deepinfer_jax.engine.output import RequestOutput, StreamDelta
 from deepinfer_jax.engine.request import Request
@@ -15,6 +15,7 @@ from deepinfer_jax.errors import InputError, TokenizerError
 from deepinfer_jax.loading import Model, load
 from deepinfer_jax.model.forward import check_ids
 from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.sampling.random import fresh_seed
 
 Prompt = str | Sequence[int]
 
@@ -132,7 +133,8 @@ class LLM:
             raise TokenizerError("stop strings need tokenizer.json: use stop_token_ids")
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params.stop)
         room = min(params.max_tokens, self.max_len - len(ids))
-        return Request(number, ids, params, detokenizer, room, config.eos_token_id)
+        seed = fresh_seed() if params.seed is None else params.seed
+        return Request(number, ids, params, detokenizer, room, config.eos_token_id, seed)
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, StreamDelta]]:
         """Yields deltas of all requests until each has finished."""
@@ -144,18 +146,18 @@ class LLM:
                 yield request, request.delta("", (), "length")
         if not waiting:
             return
-        prompts = [request.ids for request in waiting]
+        sequences = [BatchSequence(ids=r.ids, params=r.params, seed=r.seed) for r in waiting]
         room = max(request.room for request in waiting)
-        source = greedy_tokens(self.model.params, self.model.config, self.runtime, prompts, room)
+        source = run_batch(self.model.params, self.model.config, self.runtime, sequences, room)
         finished: list[int] | None = None
         while True:
             try:
-                owners, tokens = source.send(finished)
+                step = source.send(finished)
             except StopIteration:
                 return
             finished = []
-            for owner, token in zip(owners, tokens, strict=True):
-                delta = waiting[owner].push(token)
+            for owner, emitted in step:
+                delta = waiting[owner].push(emitted)
                 if delta.finish_reason is not None:
                     finished.append(owner)
                 yield waiting[owner], delta
@@ -164,7 +166,6 @@ class LLM:
 _DEFAULTS = SamplingParams()
 _NOT_YET = (
     "min_tokens",
-    "logprobs",
     "prompt_logprobs",
     "n",
     "logit_bias",
@@ -186,11 +187,6 @@ def require_supported(params: SamplingParams) -> None:
     if fields:
         given = ", ".join(f"{name}={getattr(params, name)!r}" for name in fields)
         raise InputError(f"not supported yet: {given}. Leave these at their defaults")
-    if not params.is_greedy:
-        raise InputError(
-            f"only greedy decoding is supported yet, got temperature={params.temperature}: use "
-            "SamplingParams(temperature=0)"
-        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

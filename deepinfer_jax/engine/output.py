@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "capacity", "numerical"]
+TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability), best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +16,7 @@ class StreamDelta:
     index: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -27,21 +31,31 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One completion. EOS and stop ids are in `stop_reason`, not in `token_ids`."""
+    """One completion. EOS and stop ids are in `stop_reason`, not in `token_ids`.
+
+    logprobs: float32 log-probability of every token; None unless `SamplingParams.logprobs` is set.
+    top_logprobs: the best ids at every token, empty tuples for `logprobs=0`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: np.ndarray | None
+    top_logprobs: tuple[TopLogprobs, ...] | None
     finish_reason: FinishReason
     stop_reason: int | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Result of one prompt. Fields of the first completion can be read on it directly."""
+    """Result of one prompt. Fields of the first completion can be read on it directly.
+
+    seed: the one in use, drawn or given: the same request with it gives the same tokens.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
+    seed: int
     metrics: RequestMetrics
     cached_tokens: int = 0
 
@@ -54,6 +68,16 @@ class RequestOutput:
     def token_ids(self) -> tuple[int, ...]:
         """Token ids of the first completion."""
         return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        """Log-probabilities of the first completion's tokens, float32 [len(token_ids)]."""
+        return self.outputs[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs, ...] | None:
+        """The best ids at every token of the first completion."""
+        return self.outputs[0].top_logprobs
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -5,6 +5,7 @@ is exact or a single rounding per element, so a row's bits do not depend on tile
 row-tiled all the same, as part of the whole-row body of the sampler.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,13 +33,13 @@ class Edits:
     Counts and masks of a verified row include the drafts before it (engine.md 5.2).
     """
 
-    bias_ids: Leaf | None = None  # int32 [b, m], -1 unused, no id twice in a row
-    bias_values: Leaf | None = None  # float32 [b, m]
-    output_counts: Leaf | None = None  # int32 [b, v] occurrences in the output
-    in_prompt: Leaf | None = None  # bool [b, v], for the repetition penalty
-    allowed: Leaf | None = None  # bool [b, v]: allowed_token_ids, bad_words
-    banned_ids: Leaf | None = None  # int32 [b, m], -1 unused: stop ids while below min_tokens
-    grammar: Leaf | None = None  # bool [b, v]
+    bias_ids: Leaf = None  # int32 [b, m], -1 unused, no id twice in a row
+    bias_values: Leaf = None  # float32 [b, m]
+    output_counts: Leaf = None  # int32 [b, v] occurrences in the output
+    in_prompt: Leaf = None  # bool [b, v], for the repetition penalty
+    allowed: Leaf = None  # bool [b, v]: allowed_token_ids, bad_words
+    banned_ids: Leaf = None  # int32 [b, m], -1 unused: stop ids while below min_tokens
+    grammar: Leaf = None  # bool [b, v]
 
 
 def add_bias(
@@ -101,7 +102,8 @@ def edit_logits(
     values and of bits is one thing. Columns are token ids; vocabulary padding is cut off or in
     `never_emit`.
     """
-    return tile_rows(lambda *parts: edit_tile(*parts, never_emit), logits, rows, edits or Edits())
+    body = partial(edit_tile, never_emit=never_emit)
+    return tile_rows(body, logits, rows, edits or Edits())
 
 
 def tile_rows(body: Any, *trees: Any) -> Any:

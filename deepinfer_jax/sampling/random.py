@@ -107,7 +107,7 @@ def unit_interval(words: UInt32[Array, "..."]) -> Float[Array, "..."]:
     return jnp.minimum(high + low * np.float32(2**-32), _LARGEST_UNIT)
 
 
-def exponential(unit: Float[Array, "b *n"]) -> Float[Array, "b *n"]:
+def exponential(unit: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
     """Returns E = -log1p(-v), an exponential variate with full relative precision near 0."""
     return core.map_row_tiles(lambda v: pin(-jnp.log1p(-v)), unit)
 
@@ -115,7 +115,7 @@ def exponential(unit: Float[Array, "b *n"]) -> Float[Array, "b *n"]:
 def coins(
     key: UInt32[Array, "b 2"], index: Int[Array, "b n"], draft: Int[Array, "b n"]
 ) -> Float[Array, "b n"]:
-    """Returns the accept coins u of drafts `draft` (1, 2, ...) whose tokens have indices `index`."""
+    """Returns the accept coins u of drafts number `draft` (1, 2, ...), tokens at `index`."""
     count1 = draft.astype(jnp.uint32) | np.uint32(ACCEPT * MAX_LANE)
     word, _ = threefry(key[:, None, :], index.astype(jnp.uint32), count1)
     return unit_interval(word)

@@ -44,4 +44,4 @@ def accepted_rows(
 
 def emitted_tokens(rows: AcceptedRows, token: Int[Array, " t"]) -> Int[Array, " t"]:
     """Returns each row's token where it is emitted, -1 elsewhere."""
-    return jnp.where(rows.is_accepted | rows.is_final, token, -1)
+    return jnp.where(jnp.logical_or(rows.is_accepted, rows.is_final), token, -1)

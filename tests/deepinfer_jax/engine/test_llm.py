@@ -1,5 +1,8 @@
 """`LLM.generate` and `stream` on a static batch."""
 
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
 
@@ -123,8 +126,6 @@ def test_a_model_takes_no_load_options(llm):
 
 
 def test_nan_logits_end_the_request_as_numerical():
-    from dataclasses import replace
-
     model = load("nano", numerics="float32")
     broken = replace(model, params=replace(model.params, norm=model.params.norm * np.nan))
     (output,) = di.LLM(broken).generate([[5, 6]], GREEDY, progress=False)
@@ -138,3 +139,72 @@ def test_held_back_text_is_shown_at_the_end(llm):
     shown = [text.push(i) for i in ids]
     assert "".join(shown) == "one "
     assert text.finish() == "two"
+
+
+SEEDED = di.SamplingParams(
+    temperature=0.9, top_p=0.95, top_k=60, seed=11, max_tokens=8, ignore_eos=True, logprobs=2
+)
+
+
+def test_seeded_tokens_and_logprobs_do_not_depend_on_the_batch(llm):
+    prompts = [[5, 6, 7], list(range(20, 60)), [9]]
+    alone = [llm.generate([p], SEEDED, progress=False)[0] for p in prompts]
+    together = llm.generate(prompts, SEEDED, progress=False)
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert one.top_logprobs == other.top_logprobs
+        assert other.seed == 11
+    assert len({o.token_ids for o in together}) == 3
+    another = llm.generate(prompts, replace(SEEDED, seed=12), progress=False)
+    assert another[0].token_ids != together[0].token_ids
+
+
+def test_logprobs_are_those_of_score(llm):
+    (output,) = llm.generate([[5, 6, 7]], SEEDED, progress=False)
+    ids = np.array([*output.prompt_token_ids, *output.token_ids], np.int32)
+    logits = np.asarray(di.score(llm.model.params, llm.model.config, ids))[2:-1]
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    chosen = expected[np.arange(8), list(output.token_ids)]
+    np.testing.assert_allclose(output.logprobs, chosen, atol=2e-5)
+    assert output.logprobs.dtype == np.float32
+    for row, pairs in zip(expected, output.top_logprobs, strict=True):
+        assert [token for token, _ in pairs] == list(np.argsort(-row, kind="stable")[:2])
+
+
+def test_a_drawn_seed_is_reported_and_reproduces(llm):
+    drawn = replace(SEEDED, seed=None, logprobs=None)
+    (first,) = llm.generate([[5, 6, 7]], drawn, progress=False)
+    (again,) = llm.generate([[5, 6, 7]], replace(drawn, seed=first.seed), progress=False)
+    assert first.token_ids == again.token_ids
+    assert first.logprobs is None
+
+
+def test_requests_of_different_kinds_share_a_batch(llm):
+    kinds = [GREEDY, SEEDED, replace(SEEDED, logprobs=None)]
+    outputs = llm.generate([[5, 6, 7]] * 3, kinds, progress=False)
+    assert outputs[0].token_ids == llm.generate([[5, 6, 7]], GREEDY, progress=False)[0].token_ids
+    assert outputs[1].token_ids == outputs[2].token_ids
+    assert [o.logprobs is None for o in outputs] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"min_tokens": 2},
+        {"n": 2},
+        {"prompt_logprobs": 0},
+        {"logit_bias": {5: 1.0}},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"grammar": "x"},
+        {"max_draft": 3},
+        {"verify": "block"},
+        {"deadline_s": 3.0},
+        {"priority": 1},
+    ],
+)
+def test_what_is_not_there_yet_raises_and_is_named(llm, field):
+    with pytest.raises(di.InputError, match=f"not supported yet: {next(iter(field))}"):
+        llm.generate([[5, 6]], replace(GREEDY, **field), progress=False)

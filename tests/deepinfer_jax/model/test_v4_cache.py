@@ -113,6 +113,13 @@ def test_chunks_equal_recomputation(size):
 
 
 @pytest.mark.accept(3)
+@pytest.mark.parametrize("first", [3, 7])
+def test_full_tiles_that_begin_with_a_closing_row(first):
+    """Such a tile writes seven rows ahead of the oldest row it pools: the tails' capacity."""
+    same(chunked([*range(first, LONGEST, 8), LONGEST]), reference())
+
+
+@pytest.mark.accept(3)
 @pytest.mark.parametrize("count", LENGTHS)
 def test_prefill_then_decode(count):
     """The prompt at once, then twelve tokens one by one."""

@@ -32,16 +32,15 @@ def lint_score(chosen, length, rows):
     return lint_program(run, chosen.params, ids, rows=rows, **QUICK)
 
 
-def lint_prefill(chosen, length, wanted, rows):
+def lint_prefill(chosen, wanted):
     state = init_state(chosen.config, RuntimeConfig(max_seqs=3, max_len=48, block_tokens=128))
-    zeros = np.zeros(length, np.int32)
-    asked = None if wanted is None else np.zeros(wanted, np.int32)
-    plan = make_plan(chosen.config, zeros, zeros, zeros, rows=asked)
+    zeros = np.zeros(ROWS, np.int32)
+    plan = make_plan(chosen.config, zeros, zeros, zeros, rows=zeros[:wanted])
 
     def run(params, state, plan):
         return prefill(params, chosen.config, state, plan)
 
-    return lint_program(run, chosen.params, state, plan, rows=rows, **QUICK)
+    return lint_program(run, chosen.params, state, plan, rows=ROWS, **QUICK)
 
 
 @pytest.mark.accept(3)
@@ -53,19 +52,15 @@ def test_score_passes(numerics, length, rows):
 
 
 @pytest.mark.accept(3)
-@pytest.mark.parametrize(
-    ("numerics", "length", "wanted", "rows"),
-    [("checkpoint", ROWS, None, ROWS), ("float32", 16, 4, None)],
-)
-def test_prefill_passes(numerics, length, wanted, rows):
-    assert lint_prefill(model(numerics, "batch"), length, wanted, rows) == []
+def test_prefill_passes():
+    assert lint_prefill(model("checkpoint", "batch"), 4) == []
 
 
 @pytest.mark.xfail(
     reason="with exactly one tile of logit rows the head runs outside a loop (map_row_tiles)"
 )
 def test_prefill_passes_with_one_tile_of_logit_rows():
-    assert lint_prefill(model("float32", "batch"), ROWS, 8, ROWS) == []
+    assert lint_prefill(model("float32", "batch"), 8) == []
 
 
 @pytest.mark.accept(3)
@@ -85,6 +80,7 @@ def test_off_has_stock_operations_outside_tile_loops():
     assert {finding.rule for finding in found} == {"contraction", "row-sum"}
     hlo = [f for f in found if f.where.startswith("%") and f.rule == "contraction"]
     outside = [f for f in hlo if f.where.endswith("outside loops")]
-    assert outside  # the head; the other products are in the loop over layers, with all rows
-    assert all(f"[{ROWS}," in finding.text for finding in hlo)
+    # The head is outside; the other products are in the loop over layers, with all rows at once.
+    vocab = model("float32", "off").config.vocab_size
+    assert any(f"f32[{ROWS},{vocab}]" in f.text for f in outside)
     assert len(hlo) > 10

@@ -9,8 +9,8 @@ from deepinfer_jax.sampling.truncate import temperature_probabilities, truncatio
 from deepinfer_jax.speculative.accept import accepted_rows, emitted_tokens
 from deepinfer_jax.speculative.confidence import calibrated_confidence, confidence_logit
 from deepinfer_jax.speculative.rejection import (
-    accepted_length,
     acceptance_probability,
+    accepted_length,
     residual_probabilities,
 )
 from deepinfer_jax.speculative.schedule import gather_confidence, verify_lengths

@@ -116,7 +116,7 @@ def test_an_unknown_keyword_names_the_nearest(name, hint):
 
 
 def test_an_unknown_keyword_without_a_neighbour():
-    with pytest.raises(TypeError, match="no field 'xyzzy'$"):
+    with pytest.raises(TypeError, match=r"no field 'xyzzy'$"):
         SamplingParams(xyzzy=1)
     with pytest.raises(TypeError):
         SamplingParams(0.5)

@@ -1,5 +1,7 @@
 """The generator of engine.md 5.3: known answers, transforms, independence of counters."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +96,7 @@ def test_known_draws(draw):
 
 
 def test_noise_and_coins_use_those_draws():
-    for seed, index, purpose, lane, _, bits, exponential in DRAWS[:2]:
+    for seed, index, purpose, lane, _, _, exponential in DRAWS[:2]:
         key = jnp.asarray(random.seed_key(seed))[None]
         noise = random.token_noise(key, jnp.asarray([index]), 129280, purpose)
         got = np.exp(np.asarray(noise, np.float64)[0, 2 * lane : 2 * lane + 2])
@@ -158,7 +160,7 @@ def test_counters_of_different_purposes_never_meet():
     )
     assert sorted(purposes) == list(range(6))
     ends = [(p * random.MAX_LANE, (p + 1) * random.MAX_LANE - 1) for p in purposes]
-    assert all(a[1] < b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(ends))
     assert ends[-1][1] < 2**32
     key = u32(0, 1)[None]
     words = [random.random_words(key, jnp.asarray([9]), u32(0, 1, 2)[None], p) for p in purposes]
