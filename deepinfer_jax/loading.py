@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
 from deepinfer_jax.checkpoint.loader import EngramPlace, load_params
@@ -64,7 +65,8 @@ def load(
     """Returns the model of a checkpoint.
 
     Args:
-        source: A folder in Hugging Face layout, the word "nano" (embedded), or a hub id "org/name".
+        source: A folder in Hugging Face layout, a folder written by `convert`, the word "nano"
+            (embedded), or a hub id "org/name".
         numerics: "checkpoint" (every rounding point of the released code) or "float32" (weights
             dequantised, nothing else rounded).
         determinism: "batch", "run" or "off" (determinism.md 1).
@@ -103,7 +105,8 @@ def load(
                 "with the checkpoint"
             )
         token_map = build_token_map(tokenizer, config.engram, config.vocab_size)
-    params = load_params(folder, config, progress=progress, engram=engram)
+    read = load_converted if is_converted(folder) else load_params
+    params = read(folder, config, progress=progress, engram=engram)
     if numerics == "float32" and _float32_bytes(config) <= EXPAND_LIMIT_BYTES:
         params = expand_float32(params)
     if params.engram is not None:

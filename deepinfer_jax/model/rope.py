@@ -15,12 +15,14 @@ def inverse_frequencies(attention: AttentionConfig, *, yarn: bool) -> np.ndarray
 
     YaRN edges follow model.md 9.8 (needed by small configs). No amplitude factor.
     """
-    dim = attention.qk_rope_head_dim
-    exponent = np.arange(0, dim, 2, dtype=np.float64) / dim
+    dim, one = attention.qk_rope_head_dim, np.float32(1)
+    base = attention.compress_rope_theta if yarn else attention.rope_theta
+    # The float32 steps of the released code: a frequency one ulp off moves cos by 1e-5 at p = 1000.
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    frequency = one / (base ** exponent.astype(np.float64)).astype(np.float32)
     if not yarn:
-        return (attention.rope_theta**-exponent).astype(np.float32)
-    base, scaling = attention.compress_rope_theta, attention.rope_scaling
-    frequency = base**-exponent
+        return frequency
+    scaling = attention.rope_scaling
 
     def correction(rotations: float) -> float:
         length = scaling.original_max_position_embeddings
@@ -28,8 +30,9 @@ def inverse_frequencies(attention: AttentionConfig, *, yarn: bool) -> np.ndarray
 
     low = max(math.floor(correction(scaling.beta_fast)), 0)
     high = min(math.ceil(correction(scaling.beta_slow)), dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
-    return (frequency / scaling.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
+    place = np.arange(dim // 2, dtype=np.float32) - np.float32(low)
+    ramp = np.clip(place / np.float32(max(high - low, 1e-3)), np.float32(0), one)
+    return frequency / np.float32(scaling.factor) * ramp + frequency * (one - ramp)
 
 
 def rope_frequencies(attention: AttentionConfig) -> Float[Array, "2 r2"]:

@@ -166,4 +166,7 @@ def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:
 
 def logits(params: Params, config: ModelConfig, hidden: Float[Array, "n d"]) -> Float[Array, "n v"]:
     """Returns float32 logits of final normed hidden rows."""
-    return ops_for(config.execution).contract(hidden, params.head)
+    rows, tile = hidden.shape[0], config.execution.row_tile
+    # One tile's worth of rows is taken for the inside of a tile loop, and there is none here.
+    hidden = jnp.pad(hidden, ((0, tile if rows == tile else 0), (0, 0)))
+    return ops_for(config.execution).contract(hidden, params.head)[:rows]

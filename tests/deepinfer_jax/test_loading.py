@@ -137,3 +137,19 @@ def test_tokenizer_larger_than_the_model(checkpoint):
     path.write_text(json.dumps(record))
     with pytest.raises(di.TokenizerError, match="more ids than the model"):
         di.load(checkpoint)
+
+
+def test_a_converted_folder_loads_and_gives_the_same_bits(tmp_path):
+    from deepinfer_jax.checkpoint.convert import save_converted
+
+    ids = np.array([3, 400, 7, 7, 9, 11, 12, 80, 81], np.int32)
+    stored = di.load("nano")
+    folder = save_converted(
+        stored.params, stored.config, tmp_path / "converted", tokenizer_from=EMBEDDED
+    )
+    for numerics in ("checkpoint", "float32"):
+        one, other = (
+            np.asarray(_score(di.load(source, numerics=numerics), ids))
+            for source in ("nano", folder)
+        )
+        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))

@@ -166,7 +166,7 @@ def direct_expert(expert: ExpertParams, v, weight):
     return (gate / (1 + np.exp(-gate)) * up * weight) @ np.asarray(expert.w2).T
 
 
-@pytest.mark.parametrize("level", ["run", "off"])
+@pytest.mark.parametrize("level", [pytest.param("run", marks=pytest.mark.slow), "off"])
 def test_other_levels(level):
     execution = replace(config().execution, determinism=level)
     want = jax.jit(partial(score_v4, config()))(params(), ids_of(37))
@@ -174,6 +174,7 @@ def test_other_levels(level):
     near(jax.jit(partial(score_v4, other))(params(), ids_of(37)), want)
 
 
+@pytest.mark.slow
 def test_quantised_weights_give_the_same_logits():
     """Weights too large to expand at load are dequantised where they are used."""
     stored = load_params(FOLDER, config())
