@@ -25,7 +25,7 @@ from deepinfer_jax.errors import (
     TokenizerError,
 )
 from deepinfer_jax.model.engram.vocabulary import build_token_map
-from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.registry import AnyParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,7 +44,7 @@ class Model:
     """A loaded model: `params` is a pytree, `config` is static and hashable."""
 
     config: ModelConfig
-    params: Params
+    params: AnyParams
     tokenizer: "Tokenizer | None"
     source: str
     is_noise: bool = False  # random weights shipped for demonstrations
@@ -91,10 +91,10 @@ def load(
             "(a request's seed belongs to SamplingParams)"
         )
     config = read_config(folder)
-    if config.model_type != "deepseek_v41":
+    if config.model_type == "deepseek_v4" and numerics != "float32":
         raise ConfigError(
-            f"only deepseek_v41 can be run so far, {folder} is {config.model_type}: its config and "
-            "tensors can be inspected (`deepinfer-jax inspect`)"
+            f'deepseek_v4 runs with numerics="float32" only, got {numerics!r}: no vectors of its '
+            "own rounding points exist"
         )
     tokenizer = read_tokenizer(folder)
     token_map = None
@@ -109,7 +109,7 @@ def load(
     params = read(folder, config, progress=progress, engram=engram)
     if numerics == "float32" and _float32_bytes(config) <= EXPAND_LIMIT_BYTES:
         params = expand_float32(params)
-    if params.engram is not None:
+    if token_map is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
     execution = ExecutionConfig(
         numerics=cast(NumericsMode, numerics),

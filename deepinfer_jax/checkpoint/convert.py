@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax.checkpoint.abstract import _leaf as abstract_leaf
+from deepinfer_jax.checkpoint.abstract import abstract_leaf
 from deepinfer_jax.checkpoint.inventory import spec_tree
 from deepinfer_jax.checkpoint.loader import EngramPlace, Placement, Progress
 from deepinfer_jax.checkpoint.orbax_store import (

@@ -8,9 +8,8 @@ import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.cached import assign_pages, cache_layout, make_plan, prefill
-from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.state import CacheState, init_cache
+from deepinfer_jax.model.cached import cache_layout, make_plan, prefill
+from deepinfer_jax.model.registry import AnyParams, AnyState, empty_cache
 from deepinfer_jax.model.step import plan_length
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.rows import row_params
@@ -54,7 +53,7 @@ Step = list[tuple[int, Emitted]]  # sequence number and what it got
 
 
 def run_batch(
-    params: Params,
+    params: AnyParams,
     config: ModelConfig,
     runtime: RuntimeConfig,
     sequences: Sequence[BatchSequence],
@@ -144,14 +143,14 @@ def _prefill(prompts: list[list[int]], budget: int) -> Iterator[_Rows]:
 
 
 def _new_state(
-    config: ModelConfig, runtime: RuntimeConfig, sequences: int, longest: int, params: Params
-) -> CacheState:
+    config: ModelConfig, runtime: RuntimeConfig, sequences: int, longest: int, params: AnyParams
+) -> AnyState:
     """Returns a cache for one batch; sizes are powers of two, so that few programs serve all."""
     slots = _power_of_two(sequences + 1)
     pages = _power_of_two(-(-longest // runtime.block_tokens))
     layout = cache_layout(config, runtime, slots, pages * runtime.block_tokens)
     # Where the parameters are: a state that moves after its first step would compile twice.
-    return jax.device_put(assign_pages(init_cache(config, layout)), params.embed.sharding)
+    return jax.device_put(empty_cache(config, layout), params.embed.sharding)
 
 
 def _power_of_two(value: int) -> int:

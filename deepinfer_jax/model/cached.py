@@ -4,7 +4,6 @@ They differ in what the plan holds, not in arithmetic: a sequence's logits have 
 however its rows were cut into calls and whatever shares them (determinism.md D1-D3).
 """
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,8 +15,9 @@ from jax.custom_batching import sequential_vmap
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.params import Leaf, Params
-from deepinfer_jax.model.state import CacheLayout, CacheState, init_cache
+from deepinfer_jax.model.params import Leaf
+from deepinfer_jax.model.registry import AnyParams, AnyState, empty_cache
+from deepinfer_jax.model.state import CacheLayout
 from deepinfer_jax.model.step import Plan, logits, plan_length, step
 
 
@@ -29,14 +29,14 @@ class StepOutput:
     hidden: Leaf  # float32 [T, d]
 
 
-def init_state(config: ModelConfig, runtime: RuntimeConfig | None = None) -> CacheState:
+def init_state(config: ModelConfig, runtime: RuntimeConfig | None = None) -> AnyState:
     """Returns an empty cache for `runtime.max_seqs` sequences in slots 1..max_seqs.
 
     Every slot owns `max_len` tokens' pages; an engine that shares pages writes the block table.
     """
     runtime = runtime or RuntimeConfig()
     layout = cache_layout(config, runtime, runtime.max_seqs + 1, runtime.longest(config))
-    return assign_pages(init_cache(config, layout))
+    return empty_cache(config, layout)
 
 
 def cache_layout(
@@ -56,17 +56,9 @@ def cache_layout(
     )
 
 
-def assign_pages(state: CacheState) -> CacheState:
-    """Returns the state with its blocks dealt out to slots 1.. in equal shares; block 0 is null."""
-    slots, pages = state.block_table.shape
-    table = np.zeros((slots, pages), np.int32)
-    table[1:] = np.arange(1, 1 + (slots - 1) * pages, dtype=np.int32).reshape(slots - 1, pages)
-    return replace(state, block_table=jnp.asarray(table))
-
-
 def prefill(
-    params: Params, config: ModelConfig, state: CacheState, plan: Plan
-) -> tuple[CacheState, StepOutput]:
+    params: AnyParams, config: ModelConfig, state: AnyState, plan: Plan
+) -> tuple[AnyState, StepOutput]:
     """Runs the plan's rows, any number per sequence; returns (new state, logits of `plan.rows`).
 
     Compiled on first use for each plan length, and `state` is donated: use the returned one. Rows
@@ -76,15 +68,15 @@ def prefill(
 
 
 def decode(
-    params: Params, config: ModelConfig, state: CacheState, plan: Plan
-) -> tuple[CacheState, StepOutput]:
+    params: AnyParams, config: ModelConfig, state: AnyState, plan: Plan
+) -> tuple[AnyState, StepOutput]:
     """As `prefill`, for plans of one row per sequence."""
     return _program(params, config, state, plan)
 
 
 def verify(
-    params: Params, config: ModelConfig, state: CacheState, plan: Plan
-) -> tuple[CacheState, StepOutput]:
+    params: AnyParams, config: ModelConfig, state: AnyState, plan: Plan
+) -> tuple[AnyState, StepOutput]:
     """As `prefill`, for plans of an anchor and its drafts per sequence.
 
     Rejected rows need no repair: later rows at their positions overwrite them before they are read,
@@ -120,14 +112,14 @@ def make_plan(
 
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
 def _program(
-    params: Params, config: ModelConfig, state: CacheState, plan: Plan
-) -> tuple[CacheState, StepOutput]:
+    params: AnyParams, config: ModelConfig, state: AnyState, plan: Plan
+) -> tuple[AnyState, StepOutput]:
     return sequential_vmap(partial(_run, config))(params, state, plan)
 
 
 def _run(
-    config: ModelConfig, params: Params, state: CacheState, plan: Plan
-) -> tuple[CacheState, StepOutput]:
-    state, hidden, _ = step(params, config, state, plan, drafting=params.draft is not None)
+    config: ModelConfig, params: AnyParams, state: AnyState, plan: Plan
+) -> tuple[AnyState, StepOutput]:
+    state, hidden, _ = step(params, config, state, plan, drafting=config.draft is not None)
     wanted = hidden if plan.rows is None else hidden[plan.rows]
     return state, StepOutput(logits=logits(params, config, wanted), hidden=hidden)

@@ -1,6 +1,7 @@
 """DSpark draft: context rows, parallel block, Markov and confidence heads (model.md 3.12)."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,20 +44,22 @@ def draft_settings(config: ModelConfig) -> DraftConfig:
     """
     if config.draft is None:
         raise InputError(
-            "drafts need a checkpoint with draft stages (mtp.*), this one has none: do not draft"
+            "drafts need draft stages, and this model has none loaded (its checkpoint has no mtp.* "
+            "tensors, or is a DeepSeek-V4, whose stages are not supported): do not draft"
         )
     return config.draft
 
 
-def draft_params(params: Params) -> DraftParams:
+def draft_params(params: Any) -> DraftParams:
     """Returns the parameters of the draft stages.
 
     Raises:
         InputError: they were not loaded.
     """
-    if params.draft is None:
-        raise InputError("drafts need the parameters of the draft stages, params.draft is None")
-    return params.draft
+    stages = getattr(params, "draft", None)
+    if stages is None:
+        raise InputError("drafts need the parameters of the draft stages, which were not loaded")
+    return stages
 
 
 def main_features(

@@ -7,7 +7,7 @@ reverse mode recomputes the forward pass.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,14 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model.draft import DraftOutput, draft_block, draft_params, draft_settings
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.state import CacheState, single_sequence
+from deepinfer_jax.model.registry import AnyParams, AnyState, single_sequence
+from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.step import logits, plan_length, sequence_plan, step
 
 TokenIds = Any  # int array or sequence [t]; checked here rather than by its type
 
 
-def score(params: Params, config: ModelConfig, token_ids: TokenIds) -> Float[Array, "t v"]:
+def score(params: AnyParams, config: ModelConfig, token_ids: TokenIds) -> Float[Array, "t v"]:
     """Returns float32 logits of every position, by full recomputation.
 
     Pure; works under `jit`, `vmap` and `grad`. At "batch" a row's bits do not depend on the other
@@ -41,7 +42,7 @@ def score(params: Params, config: ModelConfig, token_ids: TokenIds) -> Float[Arr
 
 
 def hidden_states(
-    params: Params, config: ModelConfig, token_ids: TokenIds
+    params: AnyParams, config: ModelConfig, token_ids: TokenIds
 ) -> list[Float[Array, "..."]]:
     """Returns the residual streams [t, m, d] leaving every layer, then the final normed hidden [t,
     d].
@@ -54,7 +55,7 @@ def hidden_states(
     return [*streams, final]
 
 
-def draft(params: Params, config: ModelConfig, token_ids: TokenIds) -> DraftOutput:
+def draft(params: AnyParams, config: ModelConfig, token_ids: TokenIds) -> DraftOutput:
     """Returns one DSpark round after `token_ids`, whose last id is the anchor (not yet processed).
 
     Raises:
@@ -64,7 +65,7 @@ def draft(params: Params, config: ModelConfig, token_ids: TokenIds) -> DraftOutp
     draft_settings(config)
     draft_params(params)
     ids = check_ids(config, token_ids, minimum=2)
-    return sequential_vmap(partial(_draft, config))(params, ids)
+    return sequential_vmap(partial(_draft, config))(cast(Params, params), ids)
 
 
 def check_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> Int[Array, " t"]:
@@ -116,34 +117,34 @@ def _differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
     serial = sequential_vmap(function)
     wrapped = jax.custom_vjp(serial)
 
-    def forward(params: Params, ids: Array) -> tuple[Any, tuple[Params, Array]]:
+    def forward(params: AnyParams, ids: Array) -> tuple[Any, tuple[AnyParams, Array]]:
         return serial(params, ids), (params, ids)
 
     @sequential_vmap
-    def pull_back(params: Params, ids: Array, cotangent: Any) -> Any:
+    def pull_back(params: AnyParams, ids: Array, cotangent: Any) -> Any:
         return jax.vjp(lambda p: function(p, ids), params)[1](cotangent)[0]
 
-    def backward(saved: tuple[Params, Array], cotangent: Any) -> tuple[Any, None]:
+    def backward(saved: tuple[AnyParams, Array], cotangent: Any) -> tuple[Any, None]:
         return pull_back(*saved, cotangent), None
 
     wrapped.defvjp(forward, backward)
     return wrapped
 
 
-def _fresh(config: ModelConfig, tokens: int) -> CacheState:
+def _fresh(config: ModelConfig, tokens: int) -> AnyState:
     tile = config.execution.row_tile
     height = tile if config.execution.determinism == "batch" else plan_length(tokens, tile)
     return single_sequence(config, tokens, row_tile=height)
 
 
-def _score(config: ModelConfig, params: Params, ids: Int[Array, " t"]) -> Float[Array, "t v"]:
+def _score(config: ModelConfig, params: AnyParams, ids: Int[Array, " t"]) -> Float[Array, "t v"]:
     plan = sequence_plan(ids, config.execution.row_tile)
     _, hidden, _ = step(params, config, _fresh(config, ids.shape[0]), plan)
     return logits(params, config, hidden)[: ids.shape[0]]
 
 
 def _hidden(
-    config: ModelConfig, params: Params, ids: Int[Array, " t"]
+    config: ModelConfig, params: AnyParams, ids: Int[Array, " t"]
 ) -> tuple[list[Float[Array, "t m d"]], Float[Array, "t d"]]:
     plan = sequence_plan(ids, config.execution.row_tile)
     state = _fresh(config, ids.shape[0])
@@ -155,12 +156,13 @@ def _hidden(
 def _draft(config: ModelConfig, params: Params, ids: Int[Array, " t"]) -> DraftOutput:
     tile, processed = config.execution.row_tile, ids.shape[0] - 1
     plan = sequence_plan(ids[:-1], tile)
-    state, _, _ = step(params, config, _fresh(config, processed), plan, drafting=True)
+    fresh = _fresh(config, processed)
+    state, _, _ = step(params, config, fresh, plan, drafting=True)
     # Two blocks, of which the second is dropped: a loop of one trip would be inlined (plan_length).
     anchors = jnp.stack([ids[-1], ids[-1]])
     last = jnp.full((2,), processed - 1, jnp.int32)
     rounds = jax.lax.map(
-        lambda row: draft_block(params, config, state, *row),
+        lambda row: draft_block(params, config, cast(CacheState, state), *row),
         (anchors, last, jnp.ones((2,), jnp.int32)),
     )
     return jax.tree.map(lambda leaf: leaf[0], rounds)

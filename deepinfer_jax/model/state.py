@@ -5,7 +5,7 @@ Sources of equal compression ratio share one stacked leaf, so that a scanned lay
 source by index. Slot 0 and block 0 are null: nothing reads them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -100,23 +100,6 @@ def init_cache(config: ModelConfig, layout: CacheLayout) -> CacheState:
         length=jnp.zeros((layout.num_slots,), jnp.int32),
         block_table=jnp.zeros((layout.num_slots, layout.max_blocks), jnp.int32),
     )
-
-
-def single_sequence(
-    config: ModelConfig, tokens: int, *, row_tile: int, block_tokens: int = 128
-) -> CacheState:
-    """Returns a cache for one sequence of up to `tokens` tokens in slot 1."""
-    blocks = max(1, -(-tokens // block_tokens))
-    layout = CacheLayout(
-        num_slots=2,
-        num_blocks=blocks + 1,
-        max_blocks=blocks,
-        block_tokens=block_tokens,
-        row_tile=row_tile,
-    )
-    state = init_cache(config, layout)
-    table = state.block_table.at[1].set(jnp.arange(1, blocks + 1, dtype=jnp.int32))
-    return replace(state, block_table=table)
 
 
 @runtime_checkable

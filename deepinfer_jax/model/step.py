@@ -5,24 +5,17 @@ changes (architecture.md 3, determinism.md 12). With `determinism` "off" or "run
 the same layer functions run on all rows at once, through stock XLA.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model import mhc
-from deepinfer_jax.model.attention.sublayer import empty_selection
-from deepinfer_jax.model.draft import draft_params, draft_settings, write_context
-from deepinfer_jax.model.layer import apply_layer
-from deepinfer_jax.model.params import Leaf, Params
-from deepinfer_jax.model.state import CacheState
-from deepinfer_jax.model.tile import Flow, Role, Rows, role_table
-from deepinfer_jax.numerics.ops import Ops, ops_for
+from deepinfer_jax.model.params import Leaf
+from deepinfer_jax.model.registry import AnyParams, AnyState, network_of
+from deepinfer_jax.model.tile import Rows
+from deepinfer_jax.numerics.ops import ops_for
 
 
 @struct.dataclass
@@ -64,20 +57,20 @@ def sequence_plan(ids: Int[Array, " n"], tile: int, *, slot: int = 1, start: int
 
 
 def step(
-    params: Params,
+    params: AnyParams,
     config: ModelConfig,
-    state: CacheState,
+    state: AnyState,
     plan: Plan,
     *,
     drafting: bool = False,
     collect: tuple[str, ...] = (),
-) -> tuple[CacheState, Float[Array, "n d"], dict[str, Array]]:
+) -> tuple[AnyState, Float[Array, "n d"], dict[str, Array]]:
     """Returns (state after the plan's rows, final normed hidden [T, d], collected values).
 
     drafting: also write the draft stages' context rows. collect: names of `apply_layer`'s
     observations, returned as [layers, T, ...]. Rows beyond `plan.count` are not computed.
     """
-    ops = ops_for(config.execution)
+    ops, run = ops_for(config.execution), network_of(config).run_tile
     rows = plan.ids.shape[0]
     tile_rows = config.execution.row_tile if ops.fixed_order else rows
 
@@ -92,7 +85,7 @@ def step(
         # The barrier keeps row-only work (cos and sin, for one) from being hoisted out of the loop,
         # where it would fuse with other operations and round differently.
         tile = Rows(*lax.optimization_barrier((*cut, valid)))
-        state, z, seen = _run_tile(ops, config, params, state, tile, drafting, collect)
+        state, z, seen = run(ops, config, params, state, tile, drafting, collect)
         hidden = lax.dynamic_update_slice_in_dim(hidden, z, start, axis=0)
         collected = {
             name: lax.dynamic_update_slice_in_dim(buffer, seen[name], start, axis=1)
@@ -101,9 +94,9 @@ def step(
         return state, hidden, collected
 
     hidden = jnp.zeros((rows, config.hidden_size), jnp.float32)
-    shapes = jax.eval_shape(
-        lambda: _run_tile(ops, config, params, state, _blank(tile_rows), drafting, collect)[2]
-    )
+    zeros = jnp.zeros((tile_rows,), jnp.int32)
+    blank = Rows(ids=zeros, position=zeros, slot=zeros, valid=zeros > 0)
+    shapes = jax.eval_shape(lambda: run(ops, config, params, state, blank, drafting, collect)[2])
     collected = {
         name: jnp.zeros((s.shape[0], rows, *s.shape[2:]), s.dtype) for name, s in shapes.items()
     }
@@ -114,57 +107,9 @@ def step(
     return lax.fori_loop(0, tiles, body, carry)
 
 
-def _blank(rows: int) -> Rows:
-    zeros = jnp.zeros((rows,), jnp.int32)
-    return Rows(ids=zeros, position=zeros, slot=zeros, valid=zeros > 0)
-
-
-def _run_tile(
-    ops: Ops,
-    config: ModelConfig,
-    params: Params,
-    state: CacheState,
-    tile: Rows,
-    drafting: bool,
-    collect: tuple[str, ...],
-) -> tuple[CacheState, Float[Array, "t d"], dict[str, Array]]:
-    """Embedding, layers and final norm of one tile."""
-    state = _remember(params, state, tile)
-    embedded = params.embed[tile.ids].astype(jnp.float32)
-    count, streams = tile.ids.shape[0], config.mhc.hc_mult
-    start = Flow(
-        streams=jnp.broadcast_to(embedded[:, None], (count, streams, config.hidden_size)),
-        mix=mhc.initial_mix(count, streams),
-        selection=empty_selection(config, state, count),
-    )
-    wanted = (*collect, "tap") if drafting else collect
-
-    def layer(carry: tuple, role: Role) -> tuple:
-        state, flow, seen = apply_layer(ops, config, params, role, carry[0], carry[1], tile)
-        return (state, flow), {name: seen[name] for name in wanted}
-
-    (state, flow), seen = lax.scan(layer, (state, start), role_table(config))
-    if drafting:
-        taps = seen["tap"][np.asarray(draft_settings(config).dspark_target_layer_ids)]
-        state = write_context(ops, config, draft_params(params), state, tile, taps)
-    hidden = mhc.collapse(ops, flow.mix, flow.streams)
-    final = ops.norm(hidden, params.norm, config.rms_norm_eps)
-    return state, final, {name: seen[name] for name in collect}
-
-
-def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:
-    """Writes lengths, and compressed ids to the look-back ring before any row reads it."""
-    length = jnp.where(tile.valid, tile.position + 1, 0)
-    state = replace(state, length=state.length.at[tile.slot].max(length))
-    if params.engram is None:
-        return state
-    compressed = jnp.asarray(params.engram.token_map.ids)[tile.ids]
-    slot = jnp.where(tile.valid, tile.slot, state.engram_ids.shape[0])
-    ring = tile.position % state.engram_ids.shape[1]
-    return replace(state, engram_ids=state.engram_ids.at[slot, ring].set(compressed, mode="drop"))
-
-
-def logits(params: Params, config: ModelConfig, hidden: Float[Array, "n d"]) -> Float[Array, "n v"]:
+def logits(
+    params: AnyParams, config: ModelConfig, hidden: Float[Array, "n d"]
+) -> Float[Array, "n v"]:
     """Returns float32 logits of final normed hidden rows."""
     rows, tile = hidden.shape[0], config.execution.row_tile
     # One tile's worth of rows is taken for the inside of a tile loop, and there is none here.

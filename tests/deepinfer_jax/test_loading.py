@@ -10,6 +10,7 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax.loading import EMBEDDED, resolve_folder
 from pallas_kernels.core import QuantArray
+from tests.golden.ledger import Fixture
 
 
 @pytest.fixture
@@ -85,9 +86,17 @@ def test_an_unknown_source_says_what_a_source_is(source):
         di.load(source)
 
 
-def test_v4_is_refused_until_its_network_exists(fixtures_dir):
-    with pytest.raises(di.ConfigError, match="only deepseek_v41"):
+def test_v4_runs_in_float32_only(fixtures_dir):
+    with pytest.raises(di.ConfigError, match='numerics="float32" only'):
         di.load(fixtures_dir / "tiny_v4")
+    model = di.load(fixtures_dir / "tiny_v4", numerics="float32")
+    prompt = [int(i) for i in Fixture("tiny_v4/golden_f32").input("A.ids")]
+    params = di.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    (output,) = di.LLM(model).generate([prompt], params, progress=False)
+    golden = Fixture("tiny_v4/golden_f32").input("A.greedy16")
+    assert list(output.token_ids) == [int(t) for t in golden]
+    with pytest.raises(di.InputError, match="DeepSeek-V4"):
+        di.draft(model.params, model.config, np.array([3, 4, 5], np.int32))
 
 
 def test_truncated_shard(checkpoint):

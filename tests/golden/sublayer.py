@@ -6,7 +6,8 @@ import numpy as np
 
 from deepinfer_jax.model.attention.sublayer import attention, empty_selection
 from deepinfer_jax.model.params import CompressorParams, IndexerParams, LayerParams
-from deepinfer_jax.model.state import CacheState, single_sequence
+from deepinfer_jax.model.registry import single_sequence
+from deepinfer_jax.model.state import CacheState
 from tests.golden.network import (
     Weights,
     model_params,

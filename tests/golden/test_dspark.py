@@ -11,7 +11,7 @@ import pytest
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model import draft
 from deepinfer_jax.model.attention.window import read_window
-from deepinfer_jax.model.state import single_sequence
+from deepinfer_jax.model.registry import single_sequence
 from tests.golden import compare
 from tests.golden.ledger import Fixture, Suite
 from tests.golden.network import (

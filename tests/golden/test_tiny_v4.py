@@ -16,15 +16,15 @@ from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.loader import load_params
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.model.attention import indexer
-from deepinfer_jax.model.step import plan_length, sequence_plan
+from deepinfer_jax.model.forward import hidden_states, score
+from deepinfer_jax.model.registry import single_sequence
+from deepinfer_jax.model.step import logits, plan_length, sequence_plan, step
 from deepinfer_jax.model.v4 import attention
-from deepinfer_jax.model.v4.forward import hidden_v4, score_v4
-from deepinfer_jax.model.v4.state import single_sequence_v4
-from deepinfer_jax.model.v4.step import logits_v4, step_v4
 from tests.golden import compare
 from tests.golden.ledger import FIXTURES, Fixture, Suite
 
 FOLDER = FIXTURES / "tiny_v4"
+SCORE = jax.jit(score, static_argnums=1)
 LAYERS = 6
 TILE = 8
 close = partial(compare.relative, tolerance=1e-4)
@@ -71,14 +71,14 @@ def params() -> Any:
 def check_logits(fixture: Fixture) -> None:
     """Prompt A, every position."""
     positions = fixture.input("A.logits_positions")
-    got = jax.jit(partial(score_v4, config()))(params(), jnp.asarray(fixture.input("A.ids")))
+    got = SCORE(params(), config(), jnp.asarray(fixture.input("A.ids")))
     close("A.logits", got[positions], fixture.take("A.logits"))
 
 
 def check_hidden(fixture: Fixture) -> None:
     """Streams entering layer 0, leaving layers 0..4, and the final normed hidden."""
     ids = jnp.asarray(fixture.input("A.ids"))
-    streams, final = jax.jit(partial(hidden_v4, config()))(params(), ids)
+    *streams, final = jax.jit(hidden_states, static_argnums=1)(params(), config(), ids)
     assert len(streams) == LAYERS  # those leaving the last layer are not stored
     start = np.repeat(np.asarray(params().embed)[ids][:, None], config().mhc.hc_mult, axis=1)
     compare.exact("A.hidden_states.0", start, fixture.take("A.hidden_states.0"))
@@ -92,12 +92,12 @@ def check_greedy(fixture: Fixture) -> None:
     """16 tokens after A, decoded one by one from the cache."""
     ids = jnp.asarray(fixture.input("A.ids"))
     count, tokens = ids.shape[0], []
-    state = single_sequence_v4(config(), count + 16, row_tile=TILE)
+    state = single_sequence(config(), count + 16, row_tile=TILE)
 
     @partial(jax.jit, donate_argnums=0)
     def advance(state, plan):
-        state, hidden, _ = step_v4(params(), config(), state, plan)
-        return state, logits_v4(params(), config(), hidden)
+        state, hidden, _ = step(params(), config(), state, plan)
+        return state, logits(params(), config(), hidden)
 
     rows = plan_length(count, TILE)  # one program for the prompt and for single tokens
     state, got = advance(state, _padded(ids, rows, 0))
@@ -118,13 +118,14 @@ def check_ties(fixture: Fixture) -> None:
     """Prompt B: our tie rule where it decides nothing, then every position with the oracle's."""
     ids, positions = fixture.input("B.ids"), fixture.input("B.logits_positions")
     want, largest = fixture.take("B.logits"), np.abs(fixture.arrays["B.logits"]).max()
-    got = jax.jit(partial(score_v4, config()))(params(), jnp.asarray(ids))[positions]
+    got = SCORE(params(), config(), jnp.asarray(ids))[positions]
     free = (positions <= 49) | ((positions >= 59) & (positions <= 84))
     assert free.sum() == 16
     close("B.logits, free of ties", got[free], want[free])
     with pytest.MonkeyPatch.context() as patch:
         _feed_ties(patch)
-        fed = jax.jit(partial(score_v4, config()))(params(), jnp.asarray(ids))[positions]
+        fresh = jax.jit(lambda p, i: score(p, config(), i))  # SCORE has kept its own choice
+        fed = fresh(params(), jnp.asarray(ids))[positions]
     close("B.logits, oracle's ties", fed, want)
     errors = np.abs(np.asarray(fed) - want).max(axis=1) / largest
     # 127 is the first position with a ratio-128 row

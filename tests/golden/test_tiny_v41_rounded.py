@@ -19,7 +19,8 @@ from deepinfer_jax.model import mhc
 from deepinfer_jax.model.attention.sublayer import empty_selection
 from deepinfer_jax.model.layer import apply_layer
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.state import CacheState, single_sequence
+from deepinfer_jax.model.registry import single_sequence
+from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Rows
 from tests.golden import compare
 from tests.golden.ledger import Fixture, Left, Suite

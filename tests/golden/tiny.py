@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.model.state import CacheState, single_sequence
+from deepinfer_jax.model.registry import single_sequence
+from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.step import logits, sequence_plan, step
 from tests.golden.network import TILE, tiny_config, tiny_params
 

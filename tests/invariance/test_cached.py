@@ -138,8 +138,7 @@ def test_neighbours_slots_and_row_order_change_nothing(numerics):
         tokens = np.array([ids[(starts[s] + p) % LENGTH] for s, p in part])
         plan = di.make_plan(model.config, tokens, position, slot, length=PLAN)
         state, out = di.prefill(model.params, model.config, state, plan)
-        for (s, p), value in zip(part, bits(out.logits), strict=False):
-            found[s, p] = value
+        found |= dict(zip(part, bits(out.logits), strict=False))
     mine = np.stack([found[3, p] for p in range(LENGTH)])
     np.testing.assert_array_equal(mine, one_shot(numerics))
     assert [int(n) for n in state.length] == [0, 40, 17, 92]

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.model.state import CacheLayout, init_cache, single_sequence
+from deepinfer_jax.model.registry import single_sequence
+from deepinfer_jax.model.state import CacheLayout, init_cache
 from deepinfer_jax.model.step import Plan, sequence_plan, step
 from tests.golden.network import TILE, tiny_config, tiny_params
 from tests.golden.tiny import run_prompt

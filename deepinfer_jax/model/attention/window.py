@@ -1,6 +1,7 @@
 """Window rows: a ring per sequence and layer, addressed by position (model.md 4.2)."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,8 +9,11 @@ from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model import rows
-from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Rows
+
+AnyCache = (
+    Any  # the cache record of V4.1 or V4: both hold window rings [slots, layers, capacity, row]
+)
 
 
 def window_ranks(position: Int[Array, " t"], window: int) -> Int[Array, "t w"]:
@@ -21,11 +25,11 @@ def window_ranks(position: Int[Array, " t"], window: int) -> Int[Array, "t w"]:
 
 def write_window(
     config: ModelConfig,
-    state: CacheState,
+    state: AnyCache,
     layer: Int[Array, ""] | int,
     tile: Rows,
     key: Float[Array, "t c"],
-) -> CacheState:
+) -> AnyCache:
     """Returns the state with the tile's window rows in their ring slots; padding is dropped."""
     ring = tile.position % state.window.shape[2]
     slot = jnp.where(tile.valid, tile.slot, state.window.shape[0])
@@ -35,7 +39,7 @@ def write_window(
 
 def read_window(
     config: ModelConfig,
-    state: CacheState,
+    state: AnyCache,
     layer: Int[Array, ""] | int,
     slot: Int[Array, " t"],
     position: Int[Array, " t"],

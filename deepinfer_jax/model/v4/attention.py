@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_ratios
 from deepinfer_jax.model.attention import core, indexer, projections
+from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.params import LayerParams
 from deepinfer_jax.model.params_v4 import V4CompressorParams, V4IndexerParams, V4Params
 from deepinfer_jax.model.rope import apply_rope, rope_frequencies, rope_tables
@@ -23,13 +24,7 @@ from deepinfer_jax.model.state import read_pages, write_pages
 from deepinfer_jax.model.tile import Rows, branch
 from deepinfer_jax.model.v4 import compress
 from deepinfer_jax.model.v4.role import V4Role
-from deepinfer_jax.model.v4.state import (
-    V4CacheState,
-    read_tail,
-    read_window,
-    write_tail,
-    write_window,
-)
+from deepinfer_jax.model.v4.state import V4CacheState, read_tail, write_tail
 from deepinfer_jax.numerics.ops import Ops
 
 Published = tuple[Float[Array, "t c"], Float[Array, "t i"]]  # compressed rows, index keys
@@ -56,7 +51,7 @@ def attention(
     latent = projections.query_latent(ops, config, layer, v)
     query = queries(ops, config, layer, latent, rope)
     key = projections.window_key(ops, config, layer, v, rope)
-    state = write_window(state, role.layer, tile, key)
+    state = write_window(config, state, role.layer, tile, key)
     state = _write_tails(ops, config, params, role, state, tile, v)
     state, published = _publish(ops, config, params, role, state, tile, frequency)
     mixed, topk = _attend(ops, config, params, layer, role, state, tile, v, latent, query, rope)
@@ -180,7 +175,7 @@ def _attend(
     rope: projections.Rope,
 ) -> Mixed:
     """Attends over window ranks, then selected or all visible compressed rows (model.md 10.4)."""
-    near, is_near = read_window(state, role.layer, tile, config.attention.sliding_window)
+    near, is_near = read_window(config, state, role.layer, tile.slot, tile.position)
     none = jnp.full((tile.ids.shape[0], config.indexer.index_topk), -1, jnp.int32)
 
     def window() -> Mixed:

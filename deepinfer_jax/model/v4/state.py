@@ -4,8 +4,6 @@ Layers of equal ratio share one stacked leaf. Slot 0 and block 0 are null: nothi
 Compressed rows and index keys go through `read_pages` and `write_pages` of V4.1.
 """
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -14,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import index_layers, source_layers, source_ratios
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.model.attention.window import window_ranks
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.state import CacheLayout
 from deepinfer_jax.model.tile import Rows
@@ -84,23 +81,6 @@ def init_cache_v4(config: ModelConfig, layout: CacheLayout) -> V4CacheState:
     )
 
 
-def single_sequence_v4(
-    config: ModelConfig, tokens: int, *, row_tile: int, block_tokens: int = 128
-) -> V4CacheState:
-    """Returns a cache for one sequence of up to `tokens` tokens in slot 1."""
-    blocks = max(1, -(-tokens // block_tokens))
-    layout = CacheLayout(
-        num_slots=2,
-        num_blocks=blocks + 1,
-        max_blocks=blocks,
-        block_tokens=block_tokens,
-        row_tile=row_tile,
-    )
-    state = init_cache_v4(config, layout)
-    table = state.block_table.at[1].set(jnp.arange(1, blocks + 1, dtype=jnp.int32))
-    return replace(state, block_table=table)
-
-
 def require_float32(config: ModelConfig) -> None:
     """Checks the arithmetic.
 
@@ -134,21 +114,3 @@ def read_tail(
 ) -> Float[Array, "t s 2 w"]:
     """Returns compressor rows at `position`; negative positions read any row."""
     return leaf[source, slot[:, None], jnp.maximum(position, 0) % leaf.shape[2]]
-
-
-def write_window(
-    state: V4CacheState, layer: Int[Array, ""], tile: Rows, key: Float[Array, "t c"]
-) -> V4CacheState:
-    """Returns the state with the tile's window rows in their ring slots; padding is dropped."""
-    slot = jnp.where(tile.valid, tile.slot, state.window.shape[0])
-    ring = tile.position % state.window.shape[2]
-    return replace(state, window=state.window.at[slot, layer, ring].set(key, mode="drop"))
-
-
-def read_window(
-    state: V4CacheState, layer: Int[Array, ""], tile: Rows, window: int
-) -> tuple[Float[Array, "t w c"], Bool[Array, "t w"]]:
-    """Returns the window ranks of every row: keys, and which are valid."""
-    ranks = window_ranks(tile.position, window)
-    ring = jnp.maximum(ranks, 0) % state.window.shape[2]
-    return state.window[tile.slot[:, None], layer, ring], ranks >= 0

@@ -13,12 +13,10 @@ import pytest
 
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.state import CacheLayout
-from deepinfer_jax.model.step import Plan, plan_length
-from deepinfer_jax.model.v4.forward import score_v4
+from deepinfer_jax.model.step import Plan, logits, plan_length, step
 from deepinfer_jax.model.v4.state import init_cache_v4
-from deepinfer_jax.model.v4.step import logits_v4, step_v4
 from tests.golden.ledger import Fixture
-from tests.golden.test_tiny_v4 import TILE, config, params
+from tests.golden.test_tiny_v4 import SCORE, TILE, config, params
 
 LENGTHS = (1, 3, 4, 5, 7, 8, 9, 127, 128, 129, 255, 256, 257)
 LONGEST = LENGTHS[-1] + 12
@@ -36,8 +34,8 @@ def prompt():
 
 @partial(jax.jit, donate_argnums=1)
 def advance(params, state, plan):
-    state, hidden, _ = step_v4(params, config(), state, plan)
-    return state, logits_v4(params, config(), hidden)
+    state, hidden, _ = step(params, config(), state, plan)
+    return state, logits(params, config(), hidden)
 
 
 def empty(slots, fill=0.0):
@@ -191,7 +189,7 @@ def test_rows_taken_back(kept):
 @pytest.mark.parametrize("count", LENGTHS)
 def test_score_equals_cached(count):
     ids = jnp.asarray(prompt()[:count])
-    same(np.asarray(jax.jit(partial(score_v4, config()))(params(), ids)), reference()[:count])
+    same(np.asarray(SCORE(params(), config(), ids)), reference()[:count])
 
 
 @pytest.mark.slow
@@ -220,7 +218,7 @@ def test_other_arithmetic_raises():
         init_cache_v4(rounded, LAYOUT)
     plan = Plan(*jnp.zeros((3, 16), jnp.int32), 1)
     with pytest.raises(ConfigError, match="no vectors of V4's own rounding points"):
-        step_v4(params(), rounded, empty([1]), plan)
+        step(params(), rounded, empty([1]), plan)
 
 
 @pytest.mark.accept(3)

@@ -8,25 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.checkpoint import abstract
-from deepinfer_jax.checkpoint.inventory import spec_tree
+from deepinfer_jax.checkpoint.abstract import abstract_params
 from deepinfer_jax.checkpoint.loader import load_params
 from deepinfer_jax.config.presets import preset
 from deepinfer_jax.model import moe
+from deepinfer_jax.model.forward import score
 from deepinfer_jax.model.params import ExpertParams
 from deepinfer_jax.model.params_v4 import V4CompressorParams
-from deepinfer_jax.model.spec import ParamSpec
 from deepinfer_jax.model.state import CacheLayout
-from deepinfer_jax.model.step import Plan
+from deepinfer_jax.model.step import Plan, step
 from deepinfer_jax.model.v4 import compress, streams
-from deepinfer_jax.model.v4.forward import score_v4
 from deepinfer_jax.model.v4.moe import route
 from deepinfer_jax.model.v4.role import v4_role_table
 from deepinfer_jax.model.v4.state import init_cache_v4
-from deepinfer_jax.model.v4.step import step_v4
 from deepinfer_jax.numerics.ops import ops_for
 from tests.golden.ledger import Fixture
-from tests.golden.test_tiny_v4 import FOLDER, config, params
+from tests.golden.test_tiny_v4 import FOLDER, SCORE, config, params
 
 DIM = 64
 pytestmark = pytest.mark.accept(3)
@@ -169,17 +166,17 @@ def direct_expert(expert: ExpertParams, v, weight):
 @pytest.mark.parametrize("level", [pytest.param("run", marks=pytest.mark.slow), "off"])
 def test_other_levels(level):
     execution = replace(config().execution, determinism=level)
-    want = jax.jit(partial(score_v4, config()))(params(), ids_of(37))
+    want = SCORE(params(), config(), ids_of(37))
     other = replace(config(), execution=execution)
-    near(jax.jit(partial(score_v4, other))(params(), ids_of(37)), want)
+    near(SCORE(params(), other, ids_of(37)), want)
 
 
 @pytest.mark.slow
 def test_quantised_weights_give_the_same_logits():
     """Weights too large to expand at load are dequantised where they are used."""
     stored = load_params(FOLDER, config())
-    want = jax.jit(partial(score_v4, config()))(params(), ids_of(37))
-    near(jax.jit(partial(score_v4, config()))(stored, ids_of(37)), want)
+    want = SCORE(params(), config(), ids_of(37))
+    near(SCORE(stored, config(), ids_of(37)), want)
 
 
 def test_decode_at_a_million_tokens_has_shapes():
@@ -188,10 +185,8 @@ def test_decode_at_a_million_tokens_has_shapes():
     state = jax.eval_shape(lambda: init_cache_v4(config, layout))
     plan = Plan(*[jax.ShapeDtypeStruct((16,), jnp.int32)] * 3, jax.ShapeDtypeStruct((), jnp.int32))
     after, hidden, _ = jax.eval_shape(
-        lambda params, state, plan: step_v4(params, config, state, plan),
-        jax.tree.map(
-            abstract._leaf, spec_tree(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
-        ),
+        lambda params, state, plan: step(params, config, state, plan),
+        abstract_params(config),
         state,
         plan,
     )
@@ -208,7 +203,7 @@ def test_gradient():
     ids = ids_of(140)  # past the first ratio-128 row
 
     def loss(params):
-        return (score_v4(config(), params, ids) ** 2).mean()
+        return (score(params, config(), ids) ** 2).mean()
 
     value, slope = jax.jit(jax.value_and_grad(loss, allow_int=True))(params())
     flat, _ = jax.tree_util.tree_flatten_with_path(slope)

@@ -1,0 +1,63 @@
+"""The V4.1 network on one tile of rows: embedding, layers scanned, final norm."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.model import mhc
+from deepinfer_jax.model.attention.sublayer import empty_selection
+from deepinfer_jax.model.draft import draft_params, draft_settings, write_context
+from deepinfer_jax.model.layer import apply_layer
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.state import CacheState
+from deepinfer_jax.model.tile import Flow, Role, Rows, role_table
+from deepinfer_jax.numerics.ops import Ops
+
+
+def run_tile(
+    ops: Ops,
+    config: ModelConfig,
+    params: Params,
+    state: CacheState,
+    tile: Rows,
+    drafting: bool,
+    collect: tuple[str, ...],
+) -> tuple[CacheState, Float[Array, "t d"], dict[str, Array]]:
+    """Embedding, layers and final norm of one tile."""
+    state = _remember(params, state, tile)
+    embedded = params.embed[tile.ids].astype(jnp.float32)
+    count, streams = tile.ids.shape[0], config.mhc.hc_mult
+    start = Flow(
+        streams=jnp.broadcast_to(embedded[:, None], (count, streams, config.hidden_size)),
+        mix=mhc.initial_mix(count, streams),
+        selection=empty_selection(config, state, count),
+    )
+    wanted = (*collect, "tap") if drafting else collect
+
+    def layer(carry: tuple, role: Role) -> tuple:
+        state, flow, seen = apply_layer(ops, config, params, role, carry[0], carry[1], tile)
+        return (state, flow), {name: seen[name] for name in wanted}
+
+    (state, flow), seen = lax.scan(layer, (state, start), role_table(config))
+    if drafting:
+        taps = seen["tap"][np.asarray(draft_settings(config).dspark_target_layer_ids)]
+        state = write_context(ops, config, draft_params(params), state, tile, taps)
+    hidden = mhc.collapse(ops, flow.mix, flow.streams)
+    final = ops.norm(hidden, params.norm, config.rms_norm_eps)
+    return state, final, {name: seen[name] for name in collect}
+
+
+def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:
+    """Writes lengths, and compressed ids to the look-back ring before any row reads it."""
+    length = jnp.where(tile.valid, tile.position + 1, 0)
+    state = replace(state, length=state.length.at[tile.slot].max(length))
+    if params.engram is None:
+        return state
+    compressed = jnp.asarray(params.engram.token_map.ids)[tile.ids]
+    slot = jnp.where(tile.valid, tile.slot, state.engram_ids.shape[0])
+    ring = tile.position % state.engram_ids.shape[1]
+    return replace(state, engram_ids=state.engram_ids.at[slot, ring].set(compressed, mode="drop"))
