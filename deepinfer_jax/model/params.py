@@ -10,7 +10,7 @@ from flax import struct
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import index_layers, source_layers, source_ratios
-from deepinfer_jax.model.spec import Format, ParamSpec
+from deepinfer_jax.model.spec import ParamSpec, TensorStack, plain_spec
 
 Leaf = Any  # jax.Array, QuantArray, EngramTable or ParamSpec
 
@@ -152,10 +152,10 @@ def param_specs(config: ModelConfig) -> Params:
     width, vocab = config.hidden_size, config.vocab_size
     layers = tuple(f"layers.{layer}" for layer in range(config.num_hidden_layers))
     return Params(
-        embed=_plain("embed.weight", (vocab, width), ("vocab", "embed")),
-        norm=_plain("norm.weight", (width,), ("embed",)),
-        head=_plain("head.weight", (vocab, width), ("vocab", "embed")),
-        layers=_layer_specs(config, layers, config.moe.n_routed_experts),
+        embed=plain_spec("embed.weight", (vocab, width), ("vocab", "embed")),
+        norm=plain_spec("norm.weight", (width,), ("embed",)),
+        head=plain_spec("head.weight", (vocab, width), ("vocab", "embed")),
+        layers=layer_specs(config, layers, config.moe.n_routed_experts),
         compressors=tuple(_compressor_specs(config, ratio) for ratio in source_ratios(config)),
         indexers=_indexer_specs(config),
         engram=_engram_specs(config),
@@ -164,66 +164,13 @@ def param_specs(config: ModelConfig) -> Params:
     )
 
 
-def _plain(
-    name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str = "BF16"
-) -> ParamSpec:
-    return ParamSpec(names=(name,), shape=shape, dtype=dtype, axes=axes)
-
-
-class _Stack:
-    """Builds specs of tensors that occur once per prefix."""
-
-    def __init__(self, prefixes: tuple[str, ...], block: int) -> None:
-        self.prefixes = prefixes
-        self.dense: Format = "fp8_block32" if block == 32 else "fp8_block128"
-
-    def plain(
-        self, suffix: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str = "BF16"
-    ) -> ParamSpec:
-        names = tuple(f"{prefix}.{suffix}" for prefix in self.prefixes)
-        return ParamSpec(names=names, shape=shape, dtype=dtype, axes=axes, stack=(len(names),))
-
-    def fp8(
-        self,
-        suffix: str,
-        shape: tuple[int, int],
-        axes: tuple[str | None, str | None],
-        *,
-        load_as_bf16: bool = False,
-    ) -> ParamSpec:
-        names = tuple(f"{prefix}.{suffix}.weight" for prefix in self.prefixes)
-        return ParamSpec(
-            names=names,
-            shape=shape,
-            dtype="F8_E4M3",
-            axes=axes,
-            stack=(len(names),),
-            format=self.dense,
-            load_as_bf16=load_as_bf16,
-        )
-
-    def experts(
-        self, count: int, suffix: str, shape: tuple[int, int], axes: tuple[str | None, str | None]
-    ) -> ParamSpec:
-        names = tuple(
-            f"{p}.ffn.experts.{e}.{suffix}.weight" for p in self.prefixes for e in range(count)
-        )
-        return ParamSpec(
-            names=names,
-            shape=shape,
-            dtype="I8",
-            axes=axes,
-            stack=(len(self.prefixes), count),
-            format="fp4_row32",
-        )
-
-
-def _layer_specs(config: ModelConfig, prefixes: tuple[str, ...], num_experts: int) -> LayerParams:
+def layer_specs(config: ModelConfig, prefixes: tuple[str, ...], num_experts: int) -> LayerParams:
+    """Returns the specs of what every layer owns, for the layers named by `prefixes`."""
     attention, width, inner = config.attention, config.hidden_size, config.moe.moe_intermediate_size
     heads, head_dim = attention.num_attention_heads, attention.head_dim
     q_rank, groups, o_rank = attention.q_lora_rank, attention.o_groups, attention.o_lora_rank
     mixes = config.mhc.hc_mult * (2 + config.mhc.hc_mult)
-    stack = _Stack(prefixes, config.dense_block_size)
+    stack = TensorStack(prefixes, config.dense_block_size)
 
     def mhc(kind: str) -> MHCParams:
         return MHCParams(
@@ -270,7 +217,7 @@ def _layer_specs(config: ModelConfig, prefixes: tuple[str, ...], num_experts: in
 
 def _compressor_specs(config: ModelConfig, ratio: int) -> CompressorParams:
     prefixes = tuple(f"layers.{layer}.attn" for layer in source_layers(config, ratio))
-    stack = _Stack(prefixes, config.dense_block_size)
+    stack = TensorStack(prefixes, config.dense_block_size)
     dim, index_dim, width = (
         config.attention.head_dim,
         config.indexer.index_head_dim,
@@ -289,7 +236,7 @@ def _compressor_specs(config: ModelConfig, ratio: int) -> CompressorParams:
 
 def _indexer_specs(config: ModelConfig) -> IndexerParams:
     prefixes = tuple(f"layers.{layer}.attn.indexer" for layer in index_layers(config))
-    stack = _Stack(prefixes, config.dense_block_size)
+    stack = TensorStack(prefixes, config.dense_block_size)
     indexer, rank = config.indexer, config.attention.q_lora_rank
     return IndexerParams(
         wq_b=stack.fp8(
@@ -310,7 +257,7 @@ def _engram_specs(config: ModelConfig) -> EngramParams | None:
     if engram is None:
         return None
     width, streams = config.hidden_size, config.mhc.hc_mult
-    stack = _Stack(
+    stack = TensorStack(
         tuple(f"layers.{layer}.engram" for layer in engram.engram_layer_ids),
         config.dense_block_size,
     )
@@ -350,17 +297,19 @@ def _draft_specs(config: ModelConfig) -> DraftParams | None:
         format="fp8_block32",
     )
     return DraftParams(
-        stages=_layer_specs(config, prefixes, draft.dspark_n_routed_experts),
+        stages=layer_specs(config, prefixes, draft.dspark_n_routed_experts),
         main_proj=main_proj,
-        main_norm=_plain(f"{first}.main_norm.weight", (width,), ("embed",)),
-        norm=_plain(f"{last}.norm.weight", (width,), ("embed",)),
-        markov_embed=_plain(
+        main_norm=plain_spec(f"{first}.main_norm.weight", (width,), ("embed",)),
+        norm=plain_spec(f"{last}.norm.weight", (width,), ("embed",)),
+        markov_embed=plain_spec(
             f"{last}.markov_head.embed.weight", (config.vocab_size, rank), ("vocab", None)
         ),
-        markov_head=_plain(
+        markov_head=plain_spec(
             f"{last}.markov_head.head.weight", (config.vocab_size, rank), ("vocab", None)
         ),
-        confidence=_plain(f"{last}.confidence_head.proj.weight", (1, width + rank), (None, None)),
+        confidence=plain_spec(
+            f"{last}.confidence_head.proj.weight", (1, width + rank), (None, None)
+        ),
     )
 
 
@@ -370,10 +319,12 @@ def _vision_specs(config: ModelConfig) -> VisionParams | None:
         return None
     width, inner, out = vision.hidden_size, vision.intermediate_size, config.hidden_size
     patch, cells = 3 * vision.patch_size**2, width * vision.downsample_ratio**2
-    stack = _Stack(tuple(f"vision.blocks.{block}" for block in range(vision.num_hidden_layers)), 32)
+    stack = TensorStack(
+        tuple(f"vision.blocks.{block}" for block in range(vision.num_hidden_layers)), 32
+    )
     return VisionParams(
-        patch_proj=_plain("vision.patch_embed.proj.weight", (width, patch), (None, None)),
-        patch_bias=_plain("vision.patch_embed.proj.bias", (width,), (None,)),
+        patch_proj=plain_spec("vision.patch_embed.proj.weight", (width, patch), (None, None)),
+        patch_bias=plain_spec("vision.patch_embed.proj.bias", (width,), (None,)),
         blocks=VisionBlockParams(
             norm1=stack.plain("norm1.weight", (width,), (None,)),
             norm2=stack.plain("norm2.weight", (width,), (None,)),
@@ -384,12 +335,12 @@ def _vision_specs(config: ModelConfig) -> VisionParams | None:
             w1=stack.plain("mlp.w1.weight", (2 * inner, width), (None, None)),
             w2=stack.plain("mlp.w2.weight", (width, inner), (None, None)),
         ),
-        norm=_plain("vision.norm.weight", (width,), (None,)),
-        aligner_w1=_plain("aligner.w1.weight", (out, cells), ("embed", None)),
-        aligner_b1=_plain("aligner.w1.bias", (out,), ("embed",)),
-        aligner_w2=_plain("aligner.w2.weight", (out, out), ("embed", None)),
-        aligner_b2=_plain("aligner.w2.bias", (out,), ("embed",)),
-        image_start=_plain("image_start", (out,), ("embed",)),
-        image_end=_plain("image_end", (out,), ("embed",)),
-        image_newline=_plain("image_newline", (out,), ("embed",)),
+        norm=plain_spec("vision.norm.weight", (width,), (None,)),
+        aligner_w1=plain_spec("aligner.w1.weight", (out, cells), ("embed", None)),
+        aligner_b1=plain_spec("aligner.w1.bias", (out,), ("embed",)),
+        aligner_w2=plain_spec("aligner.w2.weight", (out, out), ("embed", None)),
+        aligner_b2=plain_spec("aligner.w2.bias", (out,), ("embed",)),
+        image_start=plain_spec("image_start", (out,), ("embed",)),
+        image_end=plain_spec("image_end", (out,), ("embed",)),
+        image_newline=plain_spec("image_newline", (out,), ("embed",)),
     )

@@ -9,8 +9,13 @@ from flax import struct
 
 from deepinfer_jax.config.model import DraftConfig, ModelConfig
 from deepinfer_jax.config.roles import index_layers, layer_roles, source_layers, source_ratios
-from deepinfer_jax.model.params import ExpertParams, Leaf, MHCParams, _layer_specs, _plain, _Stack
-from deepinfer_jax.model.spec import ParamSpec
+from deepinfer_jax.model.params import (
+    ExpertParams,
+    Leaf,
+    MHCParams,
+    layer_specs,
+)
+from deepinfer_jax.model.spec import ParamSpec, TensorStack, plain_spec
 
 
 @struct.dataclass
@@ -80,9 +85,9 @@ def param_specs_v4(config: ModelConfig) -> V4Params:
     hashed = tuple(f"layers.{role.layer}.ffn.gate" for role in roles if role.hash_routed)
     scored = tuple(f"layers.{role.layer}.ffn.gate" for role in roles if not role.hash_routed)
     return V4Params(
-        embed=_plain("embed.weight", (vocab, width), ("vocab", "embed")),
-        norm=_plain("norm.weight", (width,), ("embed",)),
-        head=_plain("head.weight", (vocab, width), ("vocab", "embed")),
+        embed=plain_spec("embed.weight", (vocab, width), ("vocab", "embed")),
+        norm=plain_spec("norm.weight", (width,), ("embed",)),
+        head=plain_spec("head.weight", (vocab, width), ("vocab", "embed")),
         hc_head=_hc_head_specs(config, ""),
         layers=_v4_layer_specs(config, prefixes),
         gate_bias=_gate_bias_specs(config, scored) if scored else None,
@@ -114,18 +119,18 @@ def _leaves(layers: V4LayerParams) -> tuple[ParamSpec, ...]:
 
 
 def _v4_layer_specs(config: ModelConfig, prefixes: tuple[str, ...]) -> V4LayerParams:
-    shared = vars(_layer_specs(config, prefixes, config.moe.n_routed_experts))
+    shared = vars(layer_specs(config, prefixes, config.moe.n_routed_experts))
     names = V4LayerParams.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
     return V4LayerParams(**{name: shared[name] for name in names})
 
 
 def _gate_bias_specs(config: ModelConfig, gates: tuple[str, ...]) -> ParamSpec:
-    stack = _Stack(gates, config.dense_block_size)
+    stack = TensorStack(gates, config.dense_block_size)
     return stack.plain("bias", (config.moe.n_routed_experts,), (None,), "F32")
 
 
 def _tid2eid_specs(config: ModelConfig, gates: tuple[str, ...]) -> ParamSpec:
-    stack = _Stack(gates, config.dense_block_size)
+    stack = TensorStack(gates, config.dense_block_size)
     shape = (config.vocab_size, config.moe.num_experts_per_tok)
     return stack.plain("tid2eid", shape, ("vocab", None), "I64")
 
@@ -133,9 +138,9 @@ def _tid2eid_specs(config: ModelConfig, gates: tuple[str, ...]) -> ParamSpec:
 def _hc_head_specs(config: ModelConfig, prefix: str) -> MHCParams:
     streams, width = config.mhc.hc_mult, config.hidden_size
     return MHCParams(
-        fn=_plain(f"{prefix}hc_head_fn", (streams, streams * width), (None, None), "F32"),
-        base=_plain(f"{prefix}hc_head_base", (streams,), (None,), "F32"),
-        scale=_plain(f"{prefix}hc_head_scale", (1,), (None,), "F32"),
+        fn=plain_spec(f"{prefix}hc_head_fn", (streams, streams * width), (None, None), "F32"),
+        base=plain_spec(f"{prefix}hc_head_base", (streams,), (None,), "F32"),
+        scale=plain_spec(f"{prefix}hc_head_scale", (1,), (None,), "F32"),
     )
 
 
@@ -147,7 +152,7 @@ def _compressor_specs(config: ModelConfig, ratio: int) -> V4CompressorParams:
 def _pool_specs(
     config: ModelConfig, prefixes: tuple[str, ...], ratio: int, dim: int
 ) -> V4CompressorParams:
-    stack = _Stack(prefixes, config.dense_block_size)
+    stack = TensorStack(prefixes, config.dense_block_size)
     pooled = 2 * dim if ratio == 4 else dim  # ratio 4 pools overlapping windows: two halves
     return V4CompressorParams(
         wkv=stack.plain("wkv.weight", (pooled, config.hidden_size), ("latent", "embed")),
@@ -159,7 +164,7 @@ def _pool_specs(
 
 def _indexer_specs(config: ModelConfig) -> V4IndexerParams:
     prefixes = tuple(f"layers.{layer}.attn.indexer" for layer in index_layers(config))
-    stack = _Stack(prefixes, config.dense_block_size)
+    stack = TensorStack(prefixes, config.dense_block_size)
     indexer, rank = config.indexer, config.attention.q_lora_rank
     rows = indexer.index_n_heads * indexer.index_head_dim
     shape = (indexer.index_n_heads, config.hidden_size)
@@ -173,7 +178,7 @@ def _indexer_specs(config: ModelConfig) -> V4IndexerParams:
 
 
 def _plain_draft_specs(config: ModelConfig, prefixes: tuple[str, ...]) -> tuple[ParamSpec, ...]:
-    stack, width = _Stack(prefixes, config.dense_block_size), config.hidden_size
+    stack, width = TensorStack(prefixes, config.dense_block_size), config.hidden_size
     projections = tuple(
         stack.fp8(name, (width, width), ("embed", "embed")) for name in ("e_proj", "h_proj")
     )
@@ -189,14 +194,14 @@ def _dspark_specs(
     width, rank, taps = config.hidden_size, draft.dspark_markov_rank, draft.dspark_target_layer_ids
     first, last = prefixes[0], prefixes[-1]
     markov = tuple(
-        _plain(f"{last}.markov_head.{name}.weight", (config.vocab_size, rank), ("vocab", None))
+        plain_spec(f"{last}.markov_head.{name}.weight", (config.vocab_size, rank), ("vocab", None))
         for name in ("markov_w1", "markov_w2")
     )
-    main = _Stack((first,), config.dense_block_size)
+    main = TensorStack((first,), config.dense_block_size)
     return (
         main.fp8("main_proj", (width, len(taps) * width), ("embed", None)),
-        _plain(f"{first}.main_norm.weight", (width,), ("embed",)),
-        _plain(f"{last}.norm.weight", (width,), ("embed",)),
+        plain_spec(f"{first}.main_norm.weight", (width,), ("embed",)),
+        plain_spec(f"{last}.norm.weight", (width,), ("embed",)),
         *markov,
-        _plain(f"{last}.confidence_head.proj.weight", (1, width + rank), (None, None)),
+        plain_spec(f"{last}.confidence_head.proj.weight", (1, width + rank), (None, None)),
     )

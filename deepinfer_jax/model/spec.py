@@ -87,3 +87,61 @@ class ParamSpec:
 def scale_name(name: str) -> str:
     """Returns the name of the scale of `X.weight`, which is `X.scale` (model.md 2.1)."""
     return name.removesuffix("weight") + "scale"
+
+
+def plain_spec(
+    name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str = "BF16"
+) -> ParamSpec:
+    """Returns the spec of one tensor that is stored as it is used."""
+    return ParamSpec(names=(name,), shape=shape, dtype=dtype, axes=axes)
+
+
+class TensorStack:
+    """Builds specs of tensors that occur once per prefix."""
+
+    def __init__(self, prefixes: tuple[str, ...], block: int) -> None:
+        self.prefixes = prefixes
+        self.dense: Format = "fp8_block32" if block == 32 else "fp8_block128"
+
+    def plain(
+        self, suffix: str, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str = "BF16"
+    ) -> ParamSpec:
+        """Returns the spec of tensors stored as they are used."""
+        names = tuple(f"{prefix}.{suffix}" for prefix in self.prefixes)
+        return ParamSpec(names=names, shape=shape, dtype=dtype, axes=axes, stack=(len(names),))
+
+    def fp8(
+        self,
+        suffix: str,
+        shape: tuple[int, int],
+        axes: tuple[str | None, str | None],
+        *,
+        load_as_bf16: bool = False,
+    ) -> ParamSpec:
+        """Returns the spec of block-scaled FP8 matrices `X.weight`, `X.scale`."""
+        names = tuple(f"{prefix}.{suffix}.weight" for prefix in self.prefixes)
+        return ParamSpec(
+            names=names,
+            shape=shape,
+            dtype="F8_E4M3",
+            axes=axes,
+            stack=(len(names),),
+            format=self.dense,
+            load_as_bf16=load_as_bf16,
+        )
+
+    def experts(
+        self, count: int, suffix: str, shape: tuple[int, int], axes: tuple[str | None, str | None]
+    ) -> ParamSpec:
+        """Returns the spec of MXFP4 matrices, one per prefix and expert."""
+        names = tuple(
+            f"{p}.ffn.experts.{e}.{suffix}.weight" for p in self.prefixes for e in range(count)
+        )
+        return ParamSpec(
+            names=names,
+            shape=shape,
+            dtype="I8",
+            axes=axes,
+            stack=(len(self.prefixes), count),
+            format="fp4_row32",
+        )

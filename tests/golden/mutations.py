@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.model import layer as layer_module
-from deepinfer_jax.model import mhc, moe, rope, step
+from deepinfer_jax.model import mhc, moe, network, rope
 from deepinfer_jax.model.attention import compress, core, indexer, projections, sublayer, window
 from deepinfer_jax.model.engram import hashing
 from pallas_kernels import core as primitives
@@ -109,12 +109,12 @@ def own_mix_used(patch: Patch) -> None:
         mix = mhc.mix_coefficients(ops, config.mhc, config.rms_norm_eps, own, entering)[0]
         return right(ops, config, params, role, state, flow.replace(mix=mix), tile)
 
-    patch.setattr(step, "apply_layer", wrong)
+    patch.setattr(network, "apply_layer", wrong)
 
 
 def mix_delayed_by_a_layer(patch: Patch) -> None:
     """The MoE sub-layer collapses with the mix of the layer before, as the attention did."""
-    apply, collapse, first = step.apply_layer, mhc.collapse, []
+    apply, collapse, first = network.apply_layer, mhc.collapse, []
 
     def remembered(ops, mix, streams):
         if first and first[0] is not None:
@@ -131,7 +131,7 @@ def mix_delayed_by_a_layer(patch: Patch) -> None:
             first.clear()
 
     patch.setattr(mhc, "collapse", remembered)
-    patch.setattr(step, "apply_layer", wrong)
+    patch.setattr(network, "apply_layer", wrong)
 
 
 def sink_scaled(patch: Patch) -> None:
