@@ -12,6 +12,8 @@ from deepinfer_jax.loading import EMBEDDED, resolve_folder
 from pallas_kernels.core import QuantArray
 from tests.golden.ledger import Fixture
 
+pytestmark = pytest.mark.accept(2)
+
 
 @pytest.fixture
 def checkpoint(tmp_path, fixtures_dir):

@@ -7,6 +7,8 @@ import pytest
 from deepinfer_jax.cli.inspect import collect, part_of
 from deepinfer_jax.cli.main import main
 
+pytestmark = pytest.mark.accept(2)
+
 
 def run(capsys, *arguments):
     with pytest.raises(SystemExit) as caught:

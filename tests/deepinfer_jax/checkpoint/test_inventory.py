@@ -9,6 +9,8 @@ from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.config.presets import preset
 from deepinfer_jax.model.params_v4 import stored_draft_specs
 
+pytestmark = pytest.mark.accept(2)
+
 
 @pytest.fixture(scope="module")
 def released():

@@ -13,6 +13,8 @@ from deepinfer_jax.model.footprint import DEEPINFER, cache_footprint
 from deepinfer_jax.model.state import init_cache
 from deepinfer_jax.model.step import Plan
 
+pytestmark = pytest.mark.accept(3)
+
 
 @pytest.fixture(scope="module")
 def released():

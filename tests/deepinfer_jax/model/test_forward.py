@@ -55,6 +55,7 @@ def test_image_ids_are_refused_by_id_not_by_spelling(model):
     assert model.config.image_token_id == 502
 
 
+@pytest.mark.accept(2)
 def test_vmap_gives_the_bits_of_one_sequence_alone(model, score):
     batch = np.array([[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 3, 8, 8, 8, 400, 2, 1, 0]], np.int32)
     mapped = jax.jit(jax.vmap(lambda ids: di.score(model.params, model.config, ids)))(batch)
@@ -68,6 +69,7 @@ def _loss(params, config, ids):
     return -jnp.take_along_axis(jax.nn.log_softmax(scores), ids[1:, None], axis=1).mean()
 
 
+@pytest.mark.accept(2)
 def test_gradient_of_the_whole_tree_equals_finite_differences(model):
     ids = np.array([5, 60, 7, 100, 9, 210, 11, 12, 313, 14], np.int32)
     loss = jax.jit(_loss, static_argnums=1)
@@ -140,6 +142,7 @@ def test_off_and_run_agree_with_batch_within_rounding(model, score):
         np.testing.assert_allclose(found, reference, atol=1e-4 * np.abs(reference).max())
 
 
+@pytest.mark.accept(2)
 @pytest.mark.parametrize("numerics", ["float32", "checkpoint"])
 def test_shapes_at_real_size_take_seconds(numerics):
     config = di.preset("deepseek-v4.1-flash")

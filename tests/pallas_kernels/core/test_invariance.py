@@ -23,6 +23,8 @@ from tests.pallas_kernels.core.invariance import (
     differing_rows,
 )
 
+pytestmark = pytest.mark.accept(2)
+
 TOTAL = 200
 
 
