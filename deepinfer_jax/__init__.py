@@ -9,11 +9,12 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer_jax.chat.parse import ChatDelta
+    from deepinfer_jax.chat.session import ChatOutput
     from deepinfer_jax.config.hf import config_from_hf, read_config
     from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
     from deepinfer_jax.config.presets import PRESETS, preset
     from deepinfer_jax.config.runtime import RuntimeConfig
-    from deepinfer_jax.engine.llm import LLM
     from deepinfer_jax.engine.output import Completion, RequestOutput, StreamDelta
     from deepinfer_jax.errors import (
         CheckpointError,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         KernelSelectionError,
         TokenizerError,
     )
+    from deepinfer_jax.llm import LLM
     from deepinfer_jax.loading import Model, load
     from deepinfer_jax.model.cached import (
         StepOutput,
@@ -37,11 +39,12 @@ if TYPE_CHECKING:
     from deepinfer_jax.sampling.params import SamplingParams
 
 _NAMES = {
+    "chat.parse": ("ChatDelta",),
+    "chat.session": ("ChatOutput",),
     "config.hf": ("config_from_hf", "read_config"),
     "config.model": ("ExecutionConfig", "ModelConfig"),
     "config.presets": ("PRESETS", "preset"),
     "config.runtime": ("RuntimeConfig",),
-    "engine.llm": ("LLM",),
     "engine.output": ("Completion", "RequestOutput", "StreamDelta"),
     "errors": (
         "CheckpointError",
@@ -51,6 +54,7 @@ _NAMES = {
         "KernelSelectionError",
         "TokenizerError",
     ),
+    "llm": ("LLM",),
     "loading": ("Model", "load"),
     "model.cached": ("StepOutput", "decode", "init_state", "make_plan", "prefill", "verify"),
     "model.draft": ("DraftOutput",),
@@ -63,6 +67,8 @@ __version__ = _version("deepinfer-jax")
 __all__ = [
     "LLM",
     "PRESETS",
+    "ChatDelta",
+    "ChatOutput",
     "CheckpointError",
     "Completion",
     "ConfigError",

@@ -25,7 +25,9 @@ ORDER = (
     ("checkpoint", "model"),
     ("cache", "sampling", "grammar", "speculative", "loading"),
     ("engine",),
-    ("chat", "serve", "cli", "training"),
+    ("chat",),
+    ("llm",),
+    ("serve", "cli", "training"),
 )
 RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
 

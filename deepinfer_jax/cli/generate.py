@@ -34,7 +34,7 @@ def generate(
     """Continuation of PROMPT. Text goes to stdout, everything else to stderr."""
     from rich.console import Console
 
-    from deepinfer_jax.engine.llm import LLM
+    from deepinfer_jax.llm import LLM
     from deepinfer_jax.sampling.params import SamplingParams
     from deepinfer_jax.sampling.random import fresh_seed
 

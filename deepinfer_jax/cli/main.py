@@ -10,8 +10,12 @@ import typer
 # Name -> one line of help. The function is `deepinfer_jax.cli.<name>.<name>`, imported when called.
 COMMANDS = {
     "generate": "Continue a prompt and stream the text.",
+    "chat": "Talk to a model, or answer one message from a pipe.",
+    "render": "The prompt that a conversation becomes, as text or as token ids.",
+    "tokenize": "Token ids of a text, and back.",
     "inspect": "Parts, shapes and bytes of a checkpoint or of a config alone.",
     "convert": "Write a checkpoint as the stacked Orbax tree it is loaded as.",
+    "train": "Train nano from packed text, resumably.",
     "env": "Versions, devices, flags that matter, and what each extra lacks.",
 }
 

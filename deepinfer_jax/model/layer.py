@@ -6,6 +6,7 @@ position. The role of the layer is data, so that the network can scan over layer
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,34 @@ from jaxtyping import Float, Int
 from deepinfer_jax.config.engram_primes import engram_primes
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model import mhc, moe
-from deepinfer_jax.model.attention.sublayer import attention
+from deepinfer_jax.model.attention.sublayer import attention, index_loss
 from deepinfer_jax.model.engram import gate, hashing
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Role, Rows, branch
 from deepinfer_jax.numerics.ops import Ops
+
+
+class OwnLayer:
+    """A leaf of one layer where a stack over layers is expected: any layer index gives it.
+
+    A scan that takes the layers as its inputs, which training does, has no stack to index. Not a
+    pytree: for `jax.tree` it is a leaf.
+    """
+
+    def __init__(self, leaf: Array) -> None:
+        """Holds the leaf of the layer in hand, without its layer axis."""
+        self.leaf = leaf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a stack of one layer."""
+        return (1, *self.leaf.shape)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Returns the leaf at an index whose first entry, the layer, is disregarded."""
+        rest = index[1:] if isinstance(index, tuple) else ()
+        return self.leaf[rest] if rest else self.leaf
 
 
 def layer_at(stacked: LayerParams, layer: Int[Array, ""] | int) -> LayerParams:
@@ -41,11 +64,11 @@ def apply_layer(
     state: CacheState,
     flow: Flow,
     tile: Rows,
-) -> tuple[CacheState, Flow, dict[str, Array]]:
+) -> tuple[CacheState, Flow, dict[str, Callable[[], Array]]]:
     """Returns (state with this tile's rows written, flow to the next layer, observations).
 
-    The observations are what drafts, `hidden_states` and layer-by-layer tests look at; those nobody
-    asks for are never computed.
+    The observations are what drafts, `hidden_states`, training and layer-by-layer tests look at:
+    functions without arguments, so that those nobody asks for are never computed.
     """
     layer = layer_at(params.layers, role.layer)
     entering = _engram(ops, config, params, role, state, flow.streams, tile)
@@ -67,19 +90,22 @@ def apply_layer(
     streams, rest = mhc.residual(ops, config, layer.hc_ffn, layer.ffn_norm, streams, experts)
     ids, weights, ffn_in, ffn_out = rest
     seen = {
-        "x_in": entering,
-        "tap": ops.bf16(ops.fold_sum(entering, axis=1) / config.mhc.hc_mult),
-        "attn_in": attn_in,
-        "attn_out": attn_out,
-        "ffn_in": ffn_in,
-        "ffn_out": ffn_out,
-        "x_out": streams[0],
-        "pre_out": streams[1],
-        "topk": selection.topk,
-        "expert_ids": ids,
-        "expert_weights": weights,
-        "compressed_rows": published[0],
-        "index_keys": published[1],
+        "x_in": lambda: entering,
+        "tap": lambda: ops.bf16(ops.fold_sum(entering, axis=1) / config.mhc.hc_mult),
+        "attn_in": lambda: attn_in,
+        "attn_out": lambda: attn_out,
+        "ffn_in": lambda: ffn_in,
+        "ffn_out": lambda: ffn_out,
+        "x_out": lambda: streams[0],
+        "pre_out": lambda: streams[1],
+        "topk": lambda: selection.topk,
+        "expert_ids": lambda: ids,
+        "expert_weights": lambda: weights,
+        "compressed_rows": lambda: published[0],
+        "index_keys": lambda: published[1],
+        "index_loss": lambda: index_loss(
+            ops, config, params, layer, role, state, selection, tile, attn_in
+        ),
     }
     return state, Flow(streams=streams[0], mix=streams[1], selection=selection), seen
 

@@ -43,7 +43,9 @@ def sinkhorn(ops: Ops, mhc: MHCConfig, matrix: Float[Array, "t m m"]) -> Float[A
     def columns(b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
         return b / (ops.fold_sum(b, axis=1)[:, None, :] + eps)
 
-    def rows_then_columns(_: Int[Array, ""], b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
+    def rows_then_columns(
+        _: Int[Array, ""] | int, b: Float[Array, "t m m"]
+    ) -> Float[Array, "t m m"]:
         return columns(b / (ops.fold_sum(b, axis=2)[:, :, None] + eps))
 
     exponential = jnp.exp(matrix - matrix.max(axis=2, keepdims=True))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -11,8 +12,8 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model import mhc
 from deepinfer_jax.model.attention.sublayer import empty_selection
 from deepinfer_jax.model.draft import draft_params, draft_settings, write_context
-from deepinfer_jax.model.layer import apply_layer
-from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.layer import OwnLayer, apply_layer
+from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Role, Rows, role_table
 from deepinfer_jax.numerics.ops import Ops
@@ -26,8 +27,15 @@ def run_tile(
     tile: Rows,
     drafting: bool,
     collect: tuple[str, ...],
+    *,
+    remat: bool | None = None,
 ) -> tuple[CacheState, Float[Array, "t d"], dict[str, Array]]:
-    """Embedding, layers and final norm of one tile."""
+    """Embedding, layers and final norm of one tile.
+
+    remat: None for inference. A bool is for reverse mode: the layers' leaves go through the scan as
+    inputs, so that their gradients are stacked rather than added into the whole tree once a layer;
+    True recomputes a layer in the backward pass, all but its selection. Same values either way.
+    """
     state = _remember(params, state, tile)
     embedded = params.embed[tile.ids].astype(jnp.float32)
     count, streams = tile.ids.shape[0], config.mhc.hc_mult
@@ -38,11 +46,17 @@ def run_tile(
     )
     wanted = (*collect, "tap") if drafting else collect
 
-    def layer(carry: tuple, role: Role) -> tuple:
-        state, flow, seen = apply_layer(ops, config, params, role, carry[0], carry[1], tile)
-        return (state, flow), {name: seen[name] for name in wanted}
+    def layer(carry: tuple, scanned: tuple[Role, LayerParams | None]) -> tuple:
+        role, own = scanned
+        held = params if own is None else replace(params, layers=jax.tree.map(OwnLayer, own))
+        state, flow, seen = apply_layer(ops, config, held, role, carry[0], carry[1], tile)
+        return (state, flow), {name: seen[name]() for name in wanted}
 
-    (state, flow), seen = lax.scan(layer, (state, start), role_table(config))
+    if remat:
+        kept = jax.checkpoint_policies.save_only_these_names("selection")
+        layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
+    scanned = (role_table(config), None if remat is None else params.layers)
+    (state, flow), seen = lax.scan(layer, (state, start), scanned)
     if drafting:
         taps = seen["tap"][np.asarray(draft_settings(config).dspark_target_layer_ids)]
         state = write_context(ops, config, draft_params(params), state, tile, taps)

@@ -97,7 +97,7 @@ def score_all(
     query, weight = lax.stop_gradient((query, weight))
     blocks = -(-capacity // KEY_BLOCK)
 
-    def visit(block: Int[Array, ""], scores: Float[Array, "t s"]) -> Float[Array, "t s"]:
+    def visit(block: Int[Array, ""] | int, scores: Float[Array, "t s"]) -> Float[Array, "t s"]:
         index = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
         index = jnp.broadcast_to(jnp.minimum(index, capacity - 1), (query.shape[0], KEY_BLOCK))
         keys = lax.stop_gradient(read_keys(index))
@@ -107,3 +107,19 @@ def score_all(
     start = jnp.full((query.shape[0], blocks * KEY_BLOCK), -jnp.inf)
     used = -(-length.max() // KEY_BLOCK)
     return lax.fori_loop(0, used, visit, start)[:, :capacity]
+
+
+def mean_attention(scores: Float[Array, "t h s"], valid: Bool[Array, "t s"]) -> Float[Array, "t s"]:
+    """Returns the mean over heads of softmax(scores) over valid entries; zeros without one."""
+    masked = jnp.where(valid[:, None, :], scores, -jnp.inf)
+    return core.stock.softmax(masked).mean(axis=1)
+
+
+def divergence(
+    target: Float[Array, "t s"], scores: Float[Array, "t s"], valid: Bool[Array, "t s"]
+) -> Float[Array, " t"]:
+    """Returns KL(target || softmax(scores)) over valid entries; 0 for rows without one."""
+    lowest = jnp.finfo(jnp.float32).min  # finite: a row without entries has gradient 0, not NaN
+    found = jax.nn.log_softmax(jnp.where(valid, scores, lowest), axis=1)
+    wanted = jnp.log(jnp.maximum(target, jnp.finfo(jnp.float32).tiny))
+    return jnp.where(valid & (target > 0), target * (wanted - found), 0.0).sum(axis=1)

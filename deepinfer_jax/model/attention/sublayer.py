@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
@@ -86,7 +87,10 @@ def _compress(
                 latent = compress.pool(
                     ops, config, one, tail[role.source, tile.slot[:, None], ring]
                 )
-            return compress.publish(ops, config, one, latent, first, frequency)
+            row, _ = compress.publish(ops, config, one, latent, first, frequency)
+            # In reverse mode index keys learn from the index loss, which must not reach the latent.
+            latent = lax.stop_gradient(latent)
+            return row, compress.publish(ops, config, one, latent, first, frequency)[1]
 
         return run
 
@@ -186,7 +190,54 @@ def _select(
 
     group = jnp.where(role.index >= 0, role.group, -1)
     searches = [search(g, ratio) for g, ratio in enumerate(source_ratios(config))]
-    return branch(group, lambda: selection, searches)
+    # A recomputing backward pass keeps what bears this name instead of sorting again.
+    return checkpoint_name(branch(group, lambda: selection, searches), "selection")
+
+
+def index_loss(
+    ops: Ops,
+    config: ModelConfig,
+    params: Params,
+    layer: LayerParams,
+    role: Role,
+    state: CacheState,
+    selection: Selection,
+    tile: Rows,
+    v: Float[Array, "t d"],
+) -> Float[Array, " t"]:
+    """Returns how far the indexer of this layer is from its attention, per row; 0 without one.
+
+    KL(target || softmax(index scores)) over the row's selected entries. target: mean over heads of
+    the softmax of the attention scores of these entries. Only leaves of the indexer and of the
+    index keys get a gradient. state, selection: after this layer's attention.
+    """
+    v, topk = lax.stop_gradient(v), selection.topk
+    valid = (topk >= 0) & tile.valid[:, None]
+    rope = rope_tables(tile.position, rope_frequencies(config.attention)[role.yarn])
+
+    def measure(group: int) -> Callable[[], Array]:
+        def run() -> Array:
+            latent = lax.stop_gradient(projections.query_latent(ops, config, layer, v))
+            stored = read_pages(state.main[group], state, role.source, tile.slot, topk)
+            entries = rows.decode_main(config, stored)
+            query = projections.queries(ops, config, layer, latent, rope)
+            scores = ops.contract_pairs(query, entries) * config.attention.head_dim**-0.5
+            target = lax.stop_gradient(indexer.mean_attention(scores, valid))
+            leaves = jax.tree.map(lambda leaf: leaf[role.index], params.indexers)
+            guess = indexer.score_block(
+                ops,
+                config,
+                indexer.index_query(ops, config, leaves, latent, rope),
+                indexer.head_weights(ops, leaves, v),
+                _index_keys(config, role, state, tile, group)(topk),
+            )
+            return indexer.divergence(target, guess, valid)
+
+        return run
+
+    group = jnp.where(role.index >= 0, role.group, -1)
+    measures = [measure(g) for g in range(len(state.main))]
+    return branch(group, lambda: jnp.zeros(topk.shape[:1], jnp.float32), measures)
 
 
 def _index_keys(

@@ -4,8 +4,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
+from deepinfer_jax.chat.encode import ChatEncoder
+from deepinfer_jax.chat.messages import Messages
+from deepinfer_jax.chat.parse import ChatDelta
+from deepinfer_jax.chat.session import ChatOutput, Conversations, chat, stream_chat
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.batch import BatchSequence, run_batch
 from deepinfer_jax.engine.detokenize import Detokenizer
@@ -21,7 +26,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A loaded model with `generate` and `stream`.
+    """A loaded model with `generate`, `stream`, `chat` and `stream_chat`.
 
     source: what `load` takes, or the `Model` it returned. load_options: keywords of `load`.
 
@@ -84,6 +89,45 @@ class LLM:
         """
         requests = self._requests([prompt], params)
         return (delta for _, delta in self._run(requests))
+
+    @cached_property
+    def chat_encoder(self) -> ChatEncoder:
+        """Messages to prompt ids, with the checkpoint's own special tokens.
+
+        Raises:
+            TokenizerError: The checkpoint has no tokenizer, or it lacks special tokens.
+        """
+        return ChatEncoder(self.model.tokenizer, self.model.config)
+
+    def chat(
+        self,
+        messages: Conversations,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[ChatOutput]:
+        """Returns one answer per conversation, in order.
+
+        messages: Chat Completions messages, a text (one user message), or a list of conversations.
+        params: one for all or one per conversation; `stop` is matched in the answer, not in its
+            reasoning. options: `thinking=True`, `reasoning_effort`, `tools`, `tool_choice`.
+
+        Raises:
+            InputError: A message, option or parameter that cannot be honoured; nothing has run.
+            TokenizerError: as `chat_encoder`.
+        """
+        return chat(self, self.chat_encoder, messages, params, progress=progress, **options)
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[ChatDelta]:
+        """Yields the answer to one conversation as it grows; arguments as `chat`.
+
+        Raises:
+            InputError: as `chat`, before anything runs.
+        """
+        return stream_chat(self, self.chat_encoder, messages, params, **options)
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a raw text.

@@ -208,3 +208,20 @@ def test_requests_of_different_kinds_share_a_batch(llm):
 def test_what_is_not_there_yet_raises_and_is_named(llm, field):
     with pytest.raises(di.InputError, match=f"not supported yet: {next(iter(field))}"):
         llm.generate([[5, 6]], replace(GREEDY, **field), progress=False)
+
+
+def test_chat_of_one_and_of_several_conversations(llm):
+    params = replace(GREEDY, max_tokens=6)
+    hello = [{"role": "user", "content": "Hello"}]
+    (alone,) = llm.chat(hello, params, progress=False, thinking=False)
+    both = llm.chat(
+        [[{"role": "user", "content": "Sort: 3, 1"}], hello], params, progress=False, thinking=False
+    )
+    assert both[1].token_ids == alone.token_ids
+    deltas = list(llm.stream_chat(hello, params, thinking=False))
+    assert "".join(delta.content for delta in deltas) == alone.message.content
+
+
+def test_a_bad_message_is_refused_with_its_place(llm):
+    with pytest.raises(di.InputError, match=r"messages\[0\]"):
+        llm.chat([{"role": "wizard", "content": "x"}], GREEDY, progress=False)

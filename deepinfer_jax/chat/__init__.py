@@ -1,0 +1,1 @@
+"""Messages to prompt ids and completion ids to messages, through deepseek-recipe."""

@@ -1,0 +1,228 @@
+"""Chat over anything that generates and streams as `LLM` does."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from deepinfer_jax.chat.encode import ChatEncoder, ChatPrompt
+from deepinfer_jax.chat.messages import Messages
+from deepinfer_jax.chat.parse import ChatDelta, ChatFinishReason, ChatMessage, ChatParser, ToolCall
+from deepinfer_jax.errors import InputError
+from deepinfer_jax.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
+
+Conversations = Messages | Sequence[Messages]
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """What chat needs of an `LLM`."""
+
+    def generate(
+        self, prompts: Any, params: Any = None, *, progress: bool = True
+    ) -> "list[RequestOutput]":
+        """Returns one output per prompt."""
+        ...
+
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> "Iterator[StreamDelta]":
+        """Yields the completion of one prompt as it grows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOutput:
+    """The answer to one conversation. `text` is its content, without reasoning and tool calls.
+
+    token_ids: all that was read of the completion, up to the one that completes a stop string.
+    stop_reason: the stop string, or the id that ended the completion.
+    request: the completion as `generate` returned it; it may go on behind a stop string.
+    """
+
+    message: ChatMessage
+    finish_reason: ChatFinishReason
+    stop_reason: int | str | None
+    token_ids: tuple[int, ...]
+    request: "RequestOutput"
+
+    @property
+    def text(self) -> str:
+        """The content of the answer."""
+        return self.message.content
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning before the answer; None without thinking."""
+        return self.message.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls the model asks for."""
+        return self.message.tool_calls
+
+    @property
+    def logprobs(self) -> "np.ndarray | None":
+        """Log-probabilities of `token_ids`, float32; None unless asked for."""
+        values = self.request.logprobs
+        return None if values is None else values[: len(self.token_ids)]
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Token ids of the rendered conversation."""
+        return self.request.prompt_token_ids
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self.request.seed
+
+    @property
+    def metrics(self) -> "RequestMetrics":
+        """Times of the request."""
+        return self.request.metrics
+
+
+def chat(
+    llm: Generator,
+    encoder: ChatEncoder,
+    conversations: Conversations,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    progress: bool = True,
+    **options: Any,
+) -> list[ChatOutput]:
+    """Returns one answer per conversation, in order.
+
+    Args:
+        llm: Generates the completions.
+        encoder: The prompt encoding of its checkpoint.
+        conversations: Messages, a text (one user message), or a list of conversations.
+        params: One for all or one per conversation. `stop` is matched in the content alone.
+        progress: Show a progress bar on stderr if it is a terminal.
+        options: `thinking`, `reasoning_effort`, `tools`, `tool_choice` of `ChatEncoder.prepare`.
+
+    Raises:
+        InputError: A message, option or parameter that cannot be honoured. Nothing has run then.
+    """
+    many = _as_list(conversations)
+    prompts = [_prepare(encoder, messages, options) for messages in many]
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(many)
+    each = list(params)
+    if len(each) != len(many):
+        raise InputError(
+            f"params must be one SamplingParams or one per conversation, got {len(each)} for "
+            f"{len(many)} conversations"
+        )
+    outputs = llm.generate(
+        [list(prompt.token_ids) for prompt in prompts],
+        [replace(one, stop=()) for one in each],
+        progress=progress,
+    )
+    return [
+        _read(encoder, prompt, one.stop, output)
+        for prompt, one, output in zip(prompts, each, outputs, strict=True)
+    ]
+
+
+def stream_chat(
+    llm: Generator,
+    encoder: ChatEncoder,
+    messages: Messages,
+    params: SamplingParams | None = None,
+    **options: Any,
+) -> Iterator[ChatDelta]:
+    """Yields the answer to one conversation as it grows; arguments as `chat`.
+
+    Ends the completion as soon as a stop string is complete.
+
+    Raises:
+        InputError: as `chat`, before anything runs.
+    """
+    params = params or SamplingParams()
+    prompt = _prepare(encoder, messages, options)
+    parser = ChatParser(encoder, prompt.conversation, params.stop)
+    source = llm.stream(list(prompt.token_ids), replace(params, stop=()))
+    return _read_stream(parser, source)
+
+
+def _read_stream(parser: ChatParser, source: "Iterator[StreamDelta]") -> Iterator[ChatDelta]:
+    for raw in source:
+        delta = parser.push(raw.token_ids)
+        if raw.logprobs is not None:
+            delta = replace(delta, logprobs=raw.logprobs[: len(delta.token_ids)])
+        if raw.finish_reason is not None and not parser.is_finished:
+            end = parser.finish(raw.finish_reason)
+            delta = replace(
+                delta,
+                content=delta.content + end.content,
+                reasoning=delta.reasoning + end.reasoning,
+                tool_calls=delta.tool_calls + end.tool_calls,
+                finish_reason=end.finish_reason,
+            )
+        yield delta
+        if parser.is_finished:
+            return
+
+
+def _read(
+    encoder: ChatEncoder, prompt: ChatPrompt, stop: tuple[str, ...], output: "RequestOutput"
+) -> ChatOutput:
+    parser = ChatParser(encoder, prompt.conversation, stop)
+    read = parser.push(output.token_ids).token_ids
+    stop_reason = output.stop_reason
+    if parser.is_finished:
+        stop_reason = _matched(encoder, read, parser.message.content, stop)
+    else:
+        parser.finish(output.finish_reason)
+    if parser.finish_reason is None:
+        raise AssertionError("the parser was finished and has no finish reason")
+    return ChatOutput(
+        message=parser.message,
+        finish_reason=parser.finish_reason,
+        stop_reason=stop_reason,
+        token_ids=read,
+        request=output,
+    )
+
+
+def _matched(
+    encoder: ChatEncoder, token_ids: Sequence[int], content: str, stop: tuple[str, ...]
+) -> str | None:
+    """Returns the stop string that follows the content."""
+    written = encoder.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    return next((text for text in stop if content + text in written), None)
+
+
+def _prepare(encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]) -> ChatPrompt:
+    """Returns the prompt; raises for what can be rendered but not honoured."""
+    if options.get("response_format") not in (None, {"type": "text"}):
+        raise InputError(
+            f"response_format={options['response_format']!r} promises an answer of that form, "
+            "which needs constrained decoding, and that is not supported yet: describe the form "
+            "in a message instead"
+        )
+    prompt = encoder.prepare(messages, **options)
+    strict = [tool.name for tool in prompt.conversation.tools if tool.strict]
+    if strict:
+        raise InputError(
+            f"strict=true promises arguments that follow the schema ({strict}), which needs "
+            "constrained decoding, and that is not supported yet: leave strict out"
+        )
+    if prompt.conversation.thinking_mode and prompt.conversation.tool_choice == "required":
+        raise InputError(
+            f"tool_choice={options['tool_choice']!r} begins the answer with a tool call, which "
+            "leaves no place for thinking: give thinking=False"
+        )
+    return prompt
+
+
+def _as_list(conversations: Conversations) -> list[Any]:
+    if isinstance(conversations, str) or not isinstance(conversations, Sequence):
+        return [conversations]  # what is no sequence, `prepare` refuses
+    if any(isinstance(item, Mapping) for item in conversations):
+        return [conversations]
+    return list(conversations) or [conversations]

@@ -1,0 +1,82 @@
+"""Ids and labels of items: which tokens the template gives, and which the model must write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deepinfer_jax.errors import TokenizerError
+from deepinfer_jax.training.corpus.records import Item
+from deepinfer_jax.training.corpus.template import ASSISTANT, BOS, EOS, full_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Labels of tokens. TEXT: plain text that the model continues (stories).
+PAD, PROMPT, COMPLETION, TEXT = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """An item as text, ids [n] int32 and labels [n] int8."""
+
+    item: Item
+    text: str
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+def _chat_labels(ids: np.ndarray, assistant: int, eos: int) -> np.ndarray:
+    """Labels as completion what follows the two opening tokens of an assistant turn, up to eos."""
+    edges = np.zeros(len(ids) + 3, np.int8)
+    starts = np.flatnonzero(ids == assistant)
+    edges[starts + 2] += 1
+    edges[np.flatnonzero(ids == eos) + 1] -= 1
+    return np.where(np.cumsum(edges[: len(ids)]) > 0, COMPLETION, PROMPT).astype(np.int8)
+
+
+def _raw_labels(item: Item, ids: np.ndarray, prompt_len: int) -> np.ndarray:
+    labels = np.full(len(ids), TEXT if item.task == "story" else COMPLETION, np.int8)
+    labels[: 1 if item.task == "story" else prompt_len] = PROMPT
+    return labels
+
+
+def _control_id(tokenizer: "Tokenizer", spelling: str) -> int:
+    number = tokenizer.token_to_id(spelling)
+    if number is None:
+        raise TokenizerError(
+            f"tokenizer.json must have the control tokens of V4.1, {spelling!r} is missing. "
+            "Use the tokenizer of nano or of a published checkpoint."
+        )
+    return number
+
+
+def render_batch(items: Sequence[Item], tokenizer: "Tokenizer") -> list[Rendered]:
+    """Returns the texts, ids and labels of items.
+
+    The corpus never spells a special token inside a text, so one pass over the whole text gives
+    the ids that recipe gives part by part.
+    """
+    texts = [full_text(item) for item in items]
+    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    prompts = [i for i, item in enumerate(items) if item.is_raw and item.task != "story"]
+    openings = tokenizer.encode_batch_fast(
+        [BOS + items[i].prompt for i in prompts], add_special_tokens=False
+    )
+    prompt_len = {i: len(e.ids) for i, e in zip(prompts, openings, strict=True)}
+    assistant, eos = _control_id(tokenizer, ASSISTANT), _control_id(tokenizer, EOS)
+    out = []
+    for i, (item, text, encoding) in enumerate(zip(items, texts, encoded, strict=True)):
+        ids = np.array(encoding.ids, np.int32)
+        if item.is_raw:
+            labels = _raw_labels(item, ids, prompt_len.get(i, 1))
+        else:
+            labels = _chat_labels(ids, assistant, eos)
+        out.append(Rendered(item, text, ids, labels))
+    return out
+
+
+def render(item: Item, tokenizer: "Tokenizer") -> Rendered:
+    """Returns the text, ids and labels of one item."""
+    return render_batch([item], tokenizer)[0]

@@ -1,0 +1,82 @@
+"""The training forward: the network of inference on all rows of a batch at once.
+
+`model.network.run_tile` with float32 numerics and without a fixed order: the rows of the batch are
+one tile, every sequence has a cache slot of its own, and all rows are written before one is read,
+so a fresh cache with room for the whole length makes it a causal forward pass.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.model import network
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.registry import empty_cache
+from deepinfer_jax.model.state import CacheLayout
+from deepinfer_jax.model.tile import Rows
+from deepinfer_jax.numerics.ops import ops_for
+
+BLOCK_TOKENS = 128
+
+
+def training_config(config: ModelConfig) -> ModelConfig:
+    """Returns the config as training runs it: float32, stock XLA.
+
+    Raises:
+        ConfigError: not a V4.1 model.
+    """
+    if config.model_type != "deepseek_v41":
+        raise ConfigError(f"training supports deepseek_v41 only, got {config.model_type!r}")
+    return replace(config, execution=ExecutionConfig(numerics="float32", determinism="off"))
+
+
+def training_forward(
+    params: Params,
+    config: ModelConfig,
+    ids: Int[Array, "b t"],
+    *,
+    collect: tuple[str, ...] = (),
+    remat: bool = True,
+) -> tuple[Float[Array, "b t d"], dict[str, Array]]:
+    """Returns (final normed hidden rows, observations [layers, b, t, ..]) of whole sequences.
+
+    Args:
+        params: Float32 parameters, quantised already where that is wanted.
+        config: The model; how it is executed does not matter.
+        ids: Token ids, every row a sequence from position 0.
+        collect: Names of `apply_layer`'s observations.
+        remat: Recompute each layer in the backward pass instead of keeping its intermediates.
+    """
+    config = training_config(config)
+    batch, length = ids.shape
+    blocks = -(-length // BLOCK_TOKENS)
+    layout = CacheLayout(
+        num_slots=batch + 1,
+        num_blocks=1 + batch * blocks,
+        max_blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        row_tile=length,
+        rollback=1,
+    )
+    tile = Rows(
+        ids=ids.reshape(-1).astype(jnp.int32),
+        position=jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
+        slot=jnp.repeat(jnp.arange(1, batch + 1, dtype=jnp.int32), length),
+        valid=jnp.ones((batch * length,), bool),
+    )
+    _, hidden, seen = network.run_tile(
+        ops_for(config.execution),
+        config,
+        params,
+        empty_cache(config, layout),  # pyright: ignore[reportArgumentType]
+        tile,
+        False,
+        collect,
+        remat=remat,
+    )
+    seen = {name: rows.reshape(-1, batch, length, *rows.shape[2:]) for name, rows in seen.items()}
+    return hidden.reshape(batch, length, -1), seen
