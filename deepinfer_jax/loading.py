@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
+
 from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
@@ -202,6 +204,11 @@ def _check_options(
                 'none: use numerics="checkpoint"'
             )
     if determinism == "batch":
+        if jax.default_backend() != "cpu":
+            raise ConfigError(
+                'determinism="batch" is proven on CPU only so far, this process runs on '
+                f'{jax.default_backend()!r}: ask for determinism="run" or "off"'
+            )
         _check_flags()
 
 

@@ -82,6 +82,13 @@ def test_a_flag_that_contradicts_batch_raises(monkeypatch):
     di.load("nano", determinism="run")
 
 
+def test_batch_is_refused_where_it_is_not_proven(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(di.ConfigError, match="proven on CPU only"):
+        di.load("nano")
+    assert di.load("nano", determinism="run").config.execution.determinism == "run"
+
+
 @pytest.mark.parametrize("source", ["/no/such/folder", "no_such_name", "./a/b"])
 def test_an_unknown_source_says_what_a_source_is(source):
     with pytest.raises(di.CheckpointError, match="a source is a folder"):
