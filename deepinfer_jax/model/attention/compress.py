@@ -1,7 +1,7 @@
 """Compressed rows and index keys of the source layers (model.md 3.7, 3.8)."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
@@ -49,6 +49,8 @@ def publish(
     """
     rope = rope_tables(first, frequency)
     row = ops.bf16(apply_rope(latent, *rope))
+    # In reverse mode index keys learn from the index loss, which must not reach the latent.
+    latent = lax.stop_gradient(latent)
     key = ops.norm(
         ops.bf16(ops.contract(latent, params.index_wk)), params.index_k_norm, config.rms_norm_eps
     )

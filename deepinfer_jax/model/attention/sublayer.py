@@ -87,10 +87,7 @@ def _compress(
                 latent = compress.pool(
                     ops, config, one, tail[role.source, tile.slot[:, None], ring]
                 )
-            row, _ = compress.publish(ops, config, one, latent, first, frequency)
-            # In reverse mode index keys learn from the index loss, which must not reach the latent.
-            latent = lax.stop_gradient(latent)
-            return row, compress.publish(ops, config, one, latent, first, frequency)[1]
+            return compress.publish(ops, config, one, latent, first, frequency)
 
         return run
 
