@@ -31,7 +31,7 @@ from deepinfer_jax.config.engram_primes import engram_primes
 from deepinfer_jax.config.hf import config_from_hf
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import index_layers, layer_roles, source_layers, source_ratios
-from deepinfer_jax.loading import EMBEDDED, load
+from deepinfer_jax.loading import load
 from deepinfer_jax.model.engram.hashing import hash_ids
 from deepinfer_jax.model.engram.vocabulary import TokenMap
 from deepinfer_jax.model.forward import score
@@ -39,6 +39,7 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.rope import inverse_frequencies
 from deepinfer_jax.model.spec import ParamSpec
 
+TINY = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "tiny_v41"
 TOLERANCE = 1e-4  # of the largest logit
 NANO_LIKE = {  # determinism.md 12, without its three extra layers
     "vocab_size": 4096,
@@ -276,7 +277,7 @@ def _moe(config: ModelConfig, layer: Any, v: jax.Array) -> jax.Array:
 
 def random_model(seed: int = 0) -> tuple[Params, ModelConfig]:
     """Returns float32 random parameters of the nano-like size and their config."""
-    record = json.loads((EMBEDDED / "config.json").read_text())
+    record = json.loads((TINY / "config.json").read_text())
     record["text_config"] |= NANO_LIKE
     config = config_from_hf(record)
     rng = np.random.default_rng(seed)
@@ -364,7 +365,7 @@ def main() -> None:
     }
     for preset in options.preset or ("tiny_v41", "nano_like"):
         if preset == "tiny_v41":
-            model = load(EMBEDDED, numerics="float32", determinism="off")
+            model = load(TINY, numerics="float32", determinism="off")
             params, config = model.params, model.config
         else:
             params, config = random_model()

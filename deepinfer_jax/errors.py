@@ -26,3 +26,11 @@ class InputError(DeepInferError, ValueError):
 
 class KernelSelectionError(DeepInferError, ValueError):
     """A kernel implementation that was named but does not exist or cannot run here."""
+
+
+class CapacityError(DeepInferError, RuntimeError):
+    """Memory that cannot hold what was asked for; names required and available bytes."""
+
+
+class CacheError(DeepInferError, RuntimeError):
+    """A misused cache, or cache bookkeeping that broke one of its own laws."""

@@ -1,7 +1,7 @@
-"""`LLM`: prompts in, completions out, over a static batch."""
+"""`LLM`: prompts in, completions out, over the engine."""
 
 import os
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,23 +12,23 @@ from deepinfer_jax.chat.messages import Messages
 from deepinfer_jax.chat.parse import ChatDelta
 from deepinfer_jax.chat.session import ChatOutput, Conversations, chat, stream_chat
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.batch import BatchSequence, run_batch
-from deepinfer_jax.engine.detokenize import Detokenizer
-from deepinfer_jax.engine.output import RequestOutput, StreamDelta
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
 from deepinfer_jax.engine.request import Request
+from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.errors import InputError, TokenizerError
 from deepinfer_jax.loading import Model, load
-from deepinfer_jax.model.forward import check_ids
 from deepinfer_jax.sampling.params import SamplingParams
-from deepinfer_jax.sampling.random import fresh_seed
 
 Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A loaded model with `generate`, `stream`, `chat` and `stream_chat`.
+    """A loaded model with `generate`, `stream`, `chat`, `stream_chat` and `score`.
 
-    source: what `load` takes, or the `Model` it returned. load_options: keywords of `load`.
+    source: what `load` takes, or the `Model` it returned. load_options: keywords of `load`. The
+    engine, its cache included, is made at first use and kept; `close` gives it up. Use it from one
+    thread; `AsyncLLM` serves several callers.
 
     Raises:
         DeepInferError: as `load`.
@@ -53,6 +53,13 @@ class LLM:
             self.model = load(source, **load_options)
         self.runtime = runtime or RuntimeConfig()
 
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine, warmed up: everything it can need is compiled."""
+        engine = Engine(self.model, self.runtime)
+        engine.warm_up()
+        return engine
+
     @property
     def max_len(self) -> int:
         """Longest sequence, prompt and completion together."""
@@ -68,27 +75,40 @@ class LLM:
         """Returns one output per prompt, in order.
 
         prompts: a text, token ids, or a list of either. params: one for all or one per prompt.
-        progress: show a progress bar on stderr if it is a terminal.
+        progress: show a progress bar on stderr if it is a terminal. An interrupt aborts what runs
+        and keeps the model loaded.
 
         Raises:
             InputError: A prompt or parameter that cannot be honoured. Nothing has run then.
         """
-        many = _as_list(prompts)
-        requests = self._requests(many, params)
-        with _progress_bar(progress, sum(r.params.max_tokens for r in requests)) as tick:
-            for start in range(0, len(requests), self.runtime.max_seqs):
-                for _, delta in self._run(requests[start : start + self.runtime.max_seqs]):
-                    tick(delta)
+        many = self._checked(_as_list(prompts), params)
+        requests = [self.engine.submit(ids, one) for ids, one in many]
+        total = sum(one.max_tokens * one.n for _, one in many)
+        self._run(requests, progress, total)
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Yields the completion of one prompt as it grows.
+        """Yields the completions of one prompt as they grow; `index` tells them apart.
+
+        Closing the iterator aborts the request.
 
         Raises:
             InputError: as `generate`, before anything runs.
         """
-        requests = self._requests([prompt], params)
-        return (delta for _, delta in self._run(requests))
+        ((ids, one),) = self._checked([prompt], params)
+        return self._stream(ids, one)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, progress: bool = True
+    ) -> list[ScoreOutput]:
+        """Returns raw log-probabilities of every prompt's ids from the second on; samples nothing.
+
+        Raises:
+            InputError: as `generate`; a prompt of one id has nothing to score and gives none.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
+        outputs = self.generate(prompts, params, progress=progress)
+        return [output.score() for output in outputs]
 
     @cached_property
     def chat_encoder(self) -> ChatEncoder:
@@ -144,9 +164,41 @@ class LLM:
             raise InputError(f"a prompt must be valid Unicode text: {error}") from error
         return list(self.model.tokenizer.encode(text).ids)
 
-    def _requests(
+    def abort(self, request_id: str) -> bool:
+        """Ends a running or queued request; returns whether there was one of that name."""
+        return self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Returns counters and gauges of the engine."""
+        return self.engine.stats()
+
+    def replace_params(self, params: Any) -> None:
+        """Uses other weights of the same shapes; cached prefixes are forgotten.
+
+        Raises:
+            InputError: the tree differs in structure, shapes or dtypes, or requests are running.
+        """
+        self.engine.replace_params(params)
+
+    def close(self) -> None:
+        """Aborts what runs and frees the engine's memory; the next call makes a new engine."""
+        engine = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.abort_all()
+            engine.drain()
+
+    def __enter__(self) -> "LLM":
+        """Returns itself; `close` is called at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    def _checked(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """Returns ids and parameters of every prompt, all of them legal."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -154,83 +206,37 @@ class LLM:
                 f"params must be one SamplingParams or one per prompt, got {len(params)} for "
                 f"{len(prompts)} prompts"
             )
-        return [
-            self._request(number, prompt, one)
-            for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        many = [
+            (self.encode(prompt) if isinstance(prompt, str) else list(prompt), one)
+            for prompt, one in zip(prompts, params, strict=True)
         ]
+        for number, (ids, one) in enumerate(many):
+            self.engine.check(ids, one, str(number))
+        return many
 
-    def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
-        require_supported(params)
-        config, tokenizer = self.model.config, self.model.tokenizer
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        check_ids(config, ids, minimum=1)
-        outside = [t for t in params.stop_token_ids if t >= config.vocab_size]
-        if outside:
-            raise InputError(f"stop_token_ids must be below {config.vocab_size}, got {outside}")
-        if len(ids) >= self.max_len:
-            raise InputError(
-                f"prompt {number} has {len(ids)} tokens, and a sequence may have "
-                f"{self.max_len} with at least one to generate: shorten it, or raise "
-                "RuntimeConfig.max_len"
-            )
-        if params.stop and tokenizer is None:
-            raise TokenizerError("stop strings need tokenizer.json: use stop_token_ids")
-        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params.stop)
-        room = min(params.max_tokens, self.max_len - len(ids))
-        seed = fresh_seed() if params.seed is None else params.seed
-        return Request(number, ids, params, detokenizer, room, config.eos_token_id, seed)
-
-    def _run(self, requests: list[Request]) -> Iterator[tuple[Request, StreamDelta]]:
-        """Yields deltas of all requests until each has finished."""
-        for request in requests:
-            request.started = time.perf_counter()
-        waiting = [request for request in requests if request.room > 0]
-        for request in requests:
-            if request.room == 0:
-                yield request, request.delta("", (), "length")
-        if not waiting:
-            return
-        sequences = [BatchSequence(ids=r.ids, params=r.params, seed=r.seed) for r in waiting]
-        room = max(request.room for request in waiting)
-        source = run_batch(self.model.params, self.model.config, self.runtime, sequences, room)
-        finished: list[int] | None = None
-        while True:
+    def _run(self, requests: list[Request], progress: bool, total: int) -> None:
+        engine = self.engine
+        with _progress_bar(progress, total) as tick:
             try:
-                step = source.send(finished)
-            except StopIteration:
-                return
-            finished = []
-            for owner, emitted in step:
-                delta = waiting[owner].push(emitted)
-                if delta.finish_reason is not None:
-                    finished.append(owner)
-                yield waiting[owner], delta
+                while not all(request.ended is not None for request in requests):
+                    engine.step()
+                    tick(engine)
+            except BaseException:
+                for request in requests:
+                    engine.abort(request.request_id)
+                raise
 
-
-_DEFAULTS = SamplingParams()
-_NOT_YET = (
-    "min_tokens",
-    "prompt_logprobs",
-    "n",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "grammar",
-    "verify",
-    "deadline_s",
-    "priority",
-)
-
-
-def require_supported(params: SamplingParams) -> None:
-    """Raises InputError for every parameter this engine cannot honour yet."""
-    fields = [name for name in _NOT_YET if getattr(params, name) != getattr(_DEFAULTS, name)]
-    if params.max_draft not in (None, 0):
-        fields.append("max_draft")
-    if fields:
-        given = ", ".join(f"{name}={getattr(params, name)!r}" for name in fields)
-        raise InputError(f"not supported yet: {given}. Leave these at their defaults")
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[StreamDelta]:
+        engine, ready = self.engine, deque[StreamDelta]()
+        request = engine.submit(ids, params, sink=ready.append)
+        try:
+            while request.ended is None or ready:
+                while ready:
+                    yield ready.popleft()
+                if request.ended is None:
+                    engine.step()
+        finally:
+            engine.abort(request.request_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -246,20 +252,33 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 @contextmanager
-def _progress_bar(is_wanted: bool, total: int) -> Iterator[Callable[[StreamDelta], None]]:
-    """Shows a bar of generated tokens on stderr; hidden if stderr is no terminal."""
+def _progress_bar(is_wanted: bool, total: int) -> Iterator[Callable[[Engine], None]]:
+    """Shows tokens, tokens/s and cache use on stderr; hidden if stderr is no terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    with Progress(
+    is_shown = is_wanted and console.is_terminal
+    columns = (
         "tokens",
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
-        disable=not (is_wanted and console.is_terminal),
-        transient=True,
-    ) as bar:
-        task = bar.add_task("tokens", total=total)
-        yield lambda delta: bar.update(task, advance=len(delta.token_ids))
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=console, disable=not is_shown, transient=True) as bar:
+        task = bar.add_task("tokens", total=total, text="")
+        before: list[int] = []
+
+        def tick(engine: Engine) -> None:
+            if not is_shown:
+                return
+            count = engine.counters["tokens"]
+            before[:] = before or [count]
+            done, stats = count - before[0], engine.stats()
+            used = 1 - stats.cache.free / max(stats.blocks, 1)
+            speed = bar.tasks[0].speed or 0.0
+            text = f"{speed:.0f} tokens/s, {stats.running} running, cache {used:.0%}"
+            bar.update(task, completed=done, text=text)
+
+        yield tick

@@ -32,8 +32,8 @@ from deepinfer_jax.model.registry import AnyParams
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: Where "nano" points until a trained nano exists: random weights, so its text is noise.
-EMBEDDED = Path(__file__).parent / "data" / "tiny_v41"
+#: The checkpoint "nano", shipped in the wheel (architecture.md 5).
+EMBEDDED = Path(__file__).parent / "data" / "nano"
 #: Float32 weights up to this size are expanded once at load; larger ones stay quantised and are
 #: dequantised where they are used, with the same values.
 EXPAND_LIMIT_BYTES = 4 * 2**30
@@ -49,7 +49,6 @@ class Model:
     params: AnyParams
     tokenizer: "Tokenizer | None"
     source: str
-    is_noise: bool = False  # random weights shipped for demonstrations
 
 
 def load(
@@ -123,7 +122,6 @@ def load(
         params=params,
         tokenizer=tokenizer,
         source=str(source),
-        is_noise=folder == EMBEDDED,
     )
 
 

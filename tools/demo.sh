@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs, then prints tokens of the embedded model; `generate` itself prints its compilation and generation seconds.
+# Installs, then runs examples/02_demo.py, which prints its own seconds of compilation and generation.
+#   PROMPT: a text to continue. SCHEMA: a JSON schema for the answer. SEED: of the built-in prompts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
@@ -7,5 +8,5 @@ started=$SECONDS
 tools/setup_venv.sh "$venv" dev ${JAX_PIN:+"$JAX_PIN"}
 installed=$SECONDS
 echo "demo: install $((installed - started)) s"
-"$venv/bin/deepinfer-jax" generate "$1"
-echo "demo: compile and generate $((SECONDS - installed)) s, all $((SECONDS - started)) s"
+"$venv/bin/python" examples/02_demo.py ${SEED:+--seed="$SEED"} ${PROMPT:+--prompt="$PROMPT"} ${SCHEMA:+--schema="$SCHEMA"}
+echo "demo: all $((SECONDS - started)) s"

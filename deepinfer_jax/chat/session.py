@@ -108,7 +108,7 @@ def chat(
         InputError: A message, option or parameter that cannot be honoured. Nothing has run then.
     """
     many = _as_list(conversations)
-    prompts = [_prepare(encoder, messages, options) for messages in many]
+    prompts = [prepare_chat(encoder, messages, options) for messages in many]
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(many)
     each = list(params)
@@ -123,7 +123,7 @@ def chat(
         progress=progress,
     )
     return [
-        _read(encoder, prompt, one.stop, output)
+        read_chat(encoder, prompt, one.stop, output)
         for prompt, one, output in zip(prompts, each, outputs, strict=True)
     ]
 
@@ -143,7 +143,7 @@ def stream_chat(
         InputError: as `chat`, before anything runs.
     """
     params = params or SamplingParams()
-    prompt = _prepare(encoder, messages, options)
+    prompt = prepare_chat(encoder, messages, options)
     parser = ChatParser(encoder, prompt.conversation, params.stop)
     source = llm.stream(list(prompt.token_ids), replace(params, stop=()))
     return _read_stream(parser, source)
@@ -151,26 +151,32 @@ def stream_chat(
 
 def _read_stream(parser: ChatParser, source: "Iterator[StreamDelta]") -> Iterator[ChatDelta]:
     for raw in source:
-        delta = parser.push(raw.token_ids)
-        if raw.logprobs is not None:
-            delta = replace(delta, logprobs=raw.logprobs[: len(delta.token_ids)])
-        if raw.finish_reason is not None and not parser.is_finished:
-            end = parser.finish(raw.finish_reason)
-            delta = replace(
-                delta,
-                content=delta.content + end.content,
-                reasoning=delta.reasoning + end.reasoning,
-                tool_calls=delta.tool_calls + end.tool_calls,
-                finish_reason=end.finish_reason,
-            )
-        yield delta
+        yield read_delta(parser, raw)
         if parser.is_finished:
             return
 
 
-def _read(
+def read_delta(parser: ChatParser, raw: "StreamDelta") -> ChatDelta:
+    """Returns what the answer grew by; `parser.is_finished` is true after the last one."""
+    delta = parser.push(raw.token_ids)
+    if raw.logprobs is not None:
+        delta = replace(delta, logprobs=raw.logprobs[: len(delta.token_ids)])
+    if raw.finish_reason is None or parser.is_finished:
+        return delta
+    end = parser.finish(raw.finish_reason)
+    return replace(
+        delta,
+        content=delta.content + end.content,
+        reasoning=delta.reasoning + end.reasoning,
+        tool_calls=delta.tool_calls + end.tool_calls,
+        finish_reason=end.finish_reason,
+    )
+
+
+def read_chat(
     encoder: ChatEncoder, prompt: ChatPrompt, stop: tuple[str, ...], output: "RequestOutput"
 ) -> ChatOutput:
+    """Returns the answer in the first completion of a prompt; `stop` ends its content."""
     parser = ChatParser(encoder, prompt.conversation, stop)
     read = parser.push(output.token_ids).token_ids
     stop_reason = output.stop_reason
@@ -197,8 +203,14 @@ def _matched(
     return next((text for text in stop if content + text in written), None)
 
 
-def _prepare(encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]) -> ChatPrompt:
-    """Returns the prompt; raises for what can be rendered but not honoured."""
+def prepare_chat(
+    encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]
+) -> ChatPrompt:
+    """Returns the prompt of a conversation.
+
+    Raises:
+        InputError: Something is illegal, or can be rendered but not honoured.
+    """
     if options.get("response_format") not in (None, {"type": "text"}):
         raise InputError(
             f"response_format={options['response_format']!r} promises an answer of that form, "

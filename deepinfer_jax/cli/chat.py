@@ -52,7 +52,7 @@ def chat(
     from deepinfer_jax import LLM
     from deepinfer_jax.chat.encode import ChatEncoder
     from deepinfer_jax.chat.messages import build_conversation
-    from deepinfer_jax.cli.generate import load_with_bar
+    from deepinfer_jax.cli.generate import load_with_bar, note_embedded
     from deepinfer_jax.errors import InputError
     from deepinfer_jax.sampling.params import SamplingParams
     from deepinfer_jax.sampling.random import fresh_seed
@@ -72,11 +72,7 @@ def chat(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     llm = LLM(load_with_bar(console, model, numerics=numerics, determinism=determinism))
     encoder = ChatEncoder(llm.model.tokenizer, llm.model.config)
-    if llm.model.is_noise:
-        console.print(
-            "[yellow]The embedded model has random weights: its text is noise.[/yellow] It shows "
-            "that a real-format checkpoint runs, nothing else."
-        )
+    note_embedded(console, model)
     talk = Talk(llm=llm, encoder=encoder, params=params, options=options, console=console)
     talk.reset(system)
     if message is None:

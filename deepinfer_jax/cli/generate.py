@@ -30,6 +30,9 @@ def generate(
         int | None, typer.Option(min=0, help="Random seed; drawn and shown if not given.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-text token.")] = False,
+    bos: Annotated[
+        bool, typer.Option(help="Put the begin-of-text token first, as in training.")
+    ] = True,
 ) -> None:
     """Continuation of PROMPT. Text goes to stdout, everything else to stderr."""
     from rich.console import Console
@@ -44,19 +47,18 @@ def generate(
         load_with_bar(console, model, numerics=numerics, determinism=determinism),
     )
     loaded = time.perf_counter()
-    if llm.model.is_noise:
-        console.print(
-            "[yellow]The embedded model has random weights: its text is noise.[/yellow] It shows "
-            "that a real-format checkpoint runs, nothing else."
-        )
+    note_embedded(console, model)
     params = SamplingParams(
         temperature=temperature,
         seed=fresh_seed() if seed is None else seed,
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
     )
+    ids = llm.encode(prompt)
+    if bos:
+        ids = [llm.model.config.bos_token_id, *ids]
     count, first, reason = 0, None, None
-    for delta in llm.stream(prompt, params):
+    for delta in llm.stream(ids, params):
         first = first or time.perf_counter()
         sys.stdout.write(delta.text)
         sys.stdout.flush()
@@ -70,6 +72,15 @@ def generate(
         f"{count} tokens in {ended - loaded:.1f} s, finish: {reason}"
         + (f", seed {params.seed}" if temperature else "")
     )
+
+
+def note_embedded(console: "Console", source: str) -> None:
+    """Says what the embedded model can do, if that is the source."""
+    if source == "nano":
+        console.print(
+            "[dim]nano is trained on synthetic text alone: short stories and questions about them, "
+            "JSON extraction, sums, lists, code traces, recall and tool calls.[/dim]"
+        )
 
 
 def load_with_bar(console: "Console", source: str, **options: Any) -> "Model":

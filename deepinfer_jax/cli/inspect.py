@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def inspect(
     source: Annotated[
-        str, typer.Argument(help="A checkpoint folder, a config.json, or the name of a preset.")
+        str,
+        typer.Argument(
+            help='A checkpoint folder, a config.json, "nano" (embedded), or the name of a preset.'
+        ),
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -86,6 +89,10 @@ def _resolve(source: str) -> tuple[ModelConfig, Path | None]:
     from deepinfer_jax.config.presets import PRESETS, preset
     from deepinfer_jax.errors import ConfigError
 
+    if source == "nano":
+        from deepinfer_jax.loading import EMBEDDED
+
+        return read_config(EMBEDDED), EMBEDDED
     path = Path(source)
     if path.is_dir():
         config = read_config(path)
@@ -95,7 +102,8 @@ def _resolve(source: str) -> tuple[ModelConfig, Path | None]:
     if source.lower() in PRESETS:
         return preset(source), None
     raise ConfigError(
-        f"inspect needs a checkpoint folder, a config.json or a preset ({', '.join(PRESETS)}): "
+        f"inspect needs a checkpoint folder, a config.json, nano or a preset "
+        f"({', '.join(PRESETS)}): "
         f"received {source!r}, which is none of them. Check the path."
     )
 

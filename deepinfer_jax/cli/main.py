@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-# Name -> one line of help. The function is `deepinfer_jax.cli.<name>.<name>`, imported when called.
+# Name -> one line of help. The function is `deepinfer_jax.cli.<name>.<name>`, imported when called;
+# a name of two words has an underscore there.
 COMMANDS = {
     "generate": "Continue a prompt and stream the text.",
     "chat": "Talk to a model, or answer one message from a pipe.",
@@ -16,6 +17,9 @@ COMMANDS = {
     "inspect": "Parts, shapes and bytes of a checkpoint or of a config alone.",
     "convert": "Write a checkpoint as the stacked Orbax tree it is loaded as.",
     "train": "Train nano from packed text, resumably.",
+    "train draft": "Train the draft stages of a checkpoint, the rest frozen.",
+    "train temperatures": "Calibrate the confidence of a checkpoint's drafts.",
+    "eval": "How often a checkpoint answers held-out items of nano's corpus correctly.",
     "env": "Versions, devices, flags that matter, and what each extra lacks.",
 }
 
@@ -30,7 +34,8 @@ app = typer.Typer(
 
 def command_app(name: str) -> typer.Typer:
     """Returns the sub-command `name` as an app of its own; imports its module."""
-    function: Callable[..., object] = getattr(import_module(f"deepinfer_jax.cli.{name}"), name)
+    place = name.replace(" ", "_")
+    function: Callable[..., object] = getattr(import_module(f"deepinfer_jax.cli.{place}"), place)
     sub_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     sub_app.command(name)(function)
     return sub_app
@@ -42,9 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
     from deepinfer_jax.errors import DeepInferError
 
     try:
-        if arguments and arguments[0] in COMMANDS:
-            name, *rest = arguments
-            command_app(name)(args=rest, prog_name=f"deepinfer-jax {name}")
+        words = next((n for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), 0)
+        if words:
+            name = " ".join(arguments[:words])
+            command_app(name)(args=arguments[words:], prog_name=f"deepinfer-jax {name}")
         else:
             app(args=arguments, prog_name="deepinfer-jax")
     except DeepInferError as error:

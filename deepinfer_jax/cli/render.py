@@ -76,18 +76,18 @@ def read_encoder(source: str) -> "ChatEncoder":
     folder = resolve_folder(source)
     tokenizer = read_tokenizer(folder)
     encoder = ChatEncoder(tokenizer, read_config(folder))
-    note_embedded(folder, encoder.tokenizer.get_vocab_size())
+    note_vocabulary(folder, encoder.tokenizer.get_vocab_size())
     return encoder
 
 
-def note_embedded(folder: Path, vocabulary: int) -> None:
+def note_vocabulary(folder: Path, vocabulary: int) -> None:
     """Says on stderr whose token ids these are, if they are those of the embedded model."""
     from deepinfer_jax.loading import EMBEDDED
 
     if folder == EMBEDDED:
         typer.echo(
-            f"The embedded model has {vocabulary} token ids and random weights (its text "
-            "is noise). Other checkpoints have other ids: --model",
+            f"These are ids of nano, which has {vocabulary}. Other checkpoints have other ids: "
+            "--model",
             err=True,
         )
 

@@ -27,7 +27,7 @@ def tokenize(
     This is the raw encoding of `generate`: the spelling of a special token becomes that token. In
     a chat it does not (`render --ids`).
     """
-    from deepinfer_jax.cli.render import note_embedded
+    from deepinfer_jax.cli.render import note_vocabulary
     from deepinfer_jax.errors import InputError, TokenizerError
     from deepinfer_jax.loading import read_tokenizer, resolve_folder
 
@@ -37,7 +37,7 @@ def tokenize(
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         raise TokenizerError(f"tokenize needs tokenizer.json, and {folder} has none")
-    note_embedded(folder, tokenizer.get_vocab_size())
+    note_vocabulary(folder, tokenizer.get_vocab_size())
     if decode is None:
         raw = sys.stdin.read() if text is None else text
         try:

@@ -9,7 +9,7 @@ NANO_TOKENIZER = Path(__file__).parent.parent / "data" / "nano"
 
 
 def train(
-    model: Annotated[str, typer.Argument(help='What to train; only "nano" so far.')],
+    model: Annotated[str, typer.Argument(help='"nano"; for its drafts see "train draft".')],
     out: Annotated[Path, typer.Option(help="Folder of the log, saved states and the checkpoint.")],
     data: Annotated[
         Path, typer.Option(help="Packed sequences (.npz); written first if --items is given.")
@@ -25,6 +25,10 @@ def train(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 2048,
+    long_data: Annotated[
+        Path | None, typer.Option(help="Packed longer sequences, taken at every LONG_EVERY-th step.")
+    ] = None,
+    long_every: Annotated[int, typer.Option(min=2, help="See --long-data.")] = 4,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest saved state in OUT.")
     ] = False,
@@ -56,7 +60,7 @@ def train(
     from deepinfer_jax.training.state import OptimiserSettings, initial_state, newest_state
 
     if model != "nano":
-        raise ConfigError(f'train knows "nano" only, got {model!r}')
+        raise ConfigError(f'train knows "nano", and "draft" as its first word; got {model!r}')
     if steps is None and items is None:
         raise ConfigError("the schedule needs --steps; --seconds may stop a run before its end")
     if items is not None and data.exists():
@@ -92,17 +96,25 @@ def train(
     token_map = loops.packed_token_map(packed, config.vocab_size)
     state = initial_state(init_params(config, seed, token_map), settings)
     notes = {"seed": seed, "data": data.name, "batch": batch, "length": length}
+    if long_data is not None:
+        notes |= {"long_data": long_data.name, "long_every": long_every}
     if resume:
         state, found = loops.resume(out, state)
-        changed = {} if found is None else {k: found[k] for k in notes if found[k] != notes[k]}
+        changed = {k: found.get(k) for k in notes if found and found.get(k) != notes[k]}
         if changed:
             raise ConfigError(f"--resume continues with the same options: the run had {changed}")
         console.print(f"resumed after step {int(state.step)}" if found else "no saved state yet")
     batch_at = loops.packed_batches(packed, batch=batch, length=length, seed=seed)
+    if long_data is not None:
+        more = loops.load_packed(long_data)
+        size = more.ids.shape[1]
+        count = max(1, batch * length // size)
+        longer = loops.packed_batches(more, batch=count, length=size, seed=seed)
+        batch_at = loops.alternating(batch_at, longer, long_every)
     bounds = loops.LoopSettings(
         steps=steps, seconds=seconds, save_every=save_every, log_every=log_every
     )
-    with _bar(console, steps) as tick:
+    with progress_bar(console, steps, ("token_loss", "index_loss")) as tick:
         state = loops.train(
             state, config, batch_at, settings, bounds, folder=out, record=notes, report=tick
         )
@@ -113,8 +125,8 @@ def train(
         console.print(str(loops.plot_log(out)))
 
 
-def _bar(console: Any, steps: int) -> Any:
-    """Returns a context that gives the report function of a progress bar."""
+def progress_bar(console: Any, steps: int, names: tuple[str, ...]) -> Any:
+    """Returns a context that gives the report function of a progress bar; names: metrics shown."""
     from contextlib import contextmanager
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -132,10 +144,8 @@ def _bar(console: Any, steps: int) -> Any:
             task = bar.add_task("training", total=steps, text="")
 
             def tick(step: int, values: dict[str, float]) -> None:
-                text = (
-                    f"loss {values['token_loss']:.3f} index {values['index_loss']:.3f} "
-                    f"{values['tokens_per_second']:,.0f} tokens/s"
-                )
+                figures = " ".join(f"{name} {values[name]:.3f}" for name in names)
+                text = f"{figures} {values['tokens_per_second']:,.0f} tokens/s"
                 bar.update(task, completed=step, text=text)
 
             yield tick

@@ -9,6 +9,7 @@ from typing import Literal
 
 NumericsMode = Literal["checkpoint", "float32"]
 DeterminismLevel = Literal["off", "run", "batch"]
+Replay = Literal["off", "mask", "compact"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,9 @@ class ExecutionConfig:
     determinism: DeterminismLevel = "batch"
     kernels: tuple[tuple[str, str], ...] = ()  # operation -> implementation, sorted
     row_tile: int = 8  # rows per tile of the network loop; part of the arithmetic
+    # V4.1 prefill past the last KV source (engine.md 4.2): "mask" hides window rows below the floor
+    # of their slot, "compact" also skips tiles below it. The floor is state, not configuration.
+    replay: Replay = "off"
 
     def kernel(self, operation: str) -> str:
         """Returns the implementation chosen for an operation, "xla" unless another was named."""

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Literal
 
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.errors import ConfigError
 
 Mode = Literal["window", "full", "reindex", "reuse", "csa", "hca"]
 
@@ -104,3 +105,17 @@ def source_ratios(config: ModelConfig) -> tuple[int, ...]:
 def index_layers(config: ModelConfig) -> tuple[int, ...]:
     """Layers that own an indexer query path, ascending."""
     return tuple(r.layer for r in layer_roles(config) if r.topk_source == r.layer)
+
+
+def encoder_layers(config: ModelConfig) -> int:
+    """Returns the number of layers before the last KV source: those replay never truncates.
+
+    Raises:
+        ConfigError: DeepSeek-V4, whose layers all own what they read.
+    """
+    if config.model_type != "deepseek_v41":
+        raise ConfigError(
+            f"{config.model_type} has no encoder and decoder halves to truncate at: "
+            'use replay="off"'
+        )
+    return config.attention.kv_source_layer_ids[-1]

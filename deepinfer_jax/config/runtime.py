@@ -1,24 +1,40 @@
-"""How a model is run: capacities of the engine (architecture.md 4)."""
+"""How a model is run: capacities and policies of the engine (architecture.md 4)."""
 
+import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
-from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.model import ModelConfig, Replay
 from deepinfer_jax.errors import ConfigError
 
 DEFAULT_MAX_LEN = 4096
+#: Positions that may be taken back: draft length + 1.
+ROLLBACK = 6
+Restore = Literal["checkpoint", "halo", "bounded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """Capacities; none of them changes a bit of any output.
+    """How sequences are run. At level "batch" nothing but `replay` changes a bit of any output.
 
-    max_seqs: sequences that run together; more prompts wait. max_tokens_per_step: rows of one
-    prefill step. max_len: longest sequence, None for the model's limit or 4096, whichever is less.
-    block_tokens: tokens per cache page.
+    max_seqs: sequences that run together; more wait. max_tokens_per_step: rows of one step.
+    max_len: longest sequence, None for the model's limit or 4096, whichever is less.
+    block_tokens: tokens per cache block, a multiple of the compression ratios and of the index
+    blocks. cache_bytes: of the cache on the device; None is 1 GiB on CPU and 80 % of the free
+    memory of a GPU, but no more than all sequences at full length can use. prefix_cache: reuse the
+    rows of equal prompt beginnings. prefix_restore: how windows are rebuilt after a hit (engine.md
+    4.5): saved in host memory, recomputed exactly, or recomputed from one window ("bounded", not
+    exact, refused at "batch"). checkpoint_bytes: host memory of saved windows. replay: "mask" and
+    "compact" limit what late layers see of a prompt to its last replay_keep_tokens (the released
+    behaviour; compact also skips the rows). async_depth: steps in flight before a result is read.
+    drafting: None or False; True is not supported yet. max_logprobs: most alternatives a request
+    may ask for. max_stop_ids: of one request, the end token included. check: verify the engine's
+    bookkeeping after every step (slow).
 
     Raises:
         ConfigError: a value outside its range.
+        TypeError: a keyword that does not exist; the message names the nearest one.
     """
 
     __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal
@@ -27,20 +43,72 @@ class RuntimeConfig:
     max_tokens_per_step: int = 2048
     max_len: int | None = None
     block_tokens: int = 128
+    cache_bytes: int | None = None
+    prefix_cache: bool = True
+    prefix_restore: Restore = "checkpoint"
+    checkpoint_bytes: int = 2**30
+    replay: Replay = "off"
+    replay_keep_tokens: int = 140
+    async_depth: int = 1
+    drafting: bool | None = None
+    max_logprobs: int = 20
+    max_stop_ids: int = 16
+    check: bool = False
+
+    def __new__(cls, *args: Any, **fields: Any) -> "RuntimeConfig":
+        """Rejects unknown keywords by name; the generated `__init__` does the rest."""
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, 1)
+                raise TypeError(
+                    f"RuntimeConfig has no field {name!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("max_seqs", "max_tokens_per_step", "max_len", "block_tokens"):
+        for name, (is_legal, rule) in _RULES.items():
             value = getattr(self, name)
-            if value is None and name == "max_len":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"RuntimeConfig.{name} must be an integer >= 1, got {value!r}")
-        if self.block_tokens % 128:
-            raise ConfigError(
-                "RuntimeConfig.block_tokens must be a multiple of 128 (compressed groups and index "
-                f"blocks may not straddle a page), got {self.block_tokens}"
-            )
+            if not is_legal(value):
+                raise ConfigError(f"RuntimeConfig.{name} must be {rule}, got {value!r}")
+        if self.drafting:
+            raise ConfigError("RuntimeConfig.drafting=True is not supported yet: leave it at None")
 
     def longest(self, config: ModelConfig) -> int:
         """Returns the longest sequence, prompt and completion together, of this model."""
         return min(config.max_position_embeddings, self.max_len or DEFAULT_MAX_LEN)
+
+
+def _integer(low: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+
+
+def _optional(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: v is None or rule(v)
+
+
+_POSITIVE = (_integer(1), "an integer >= 1")
+_FLAG = (lambda v: isinstance(v, bool), "True or False")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_seqs": _POSITIVE,
+    "max_tokens_per_step": _POSITIVE,
+    "max_len": (_optional(_integer(1)), "None or an integer >= 1"),
+    "block_tokens": (
+        lambda v: _integer(1)(v) and v % 16 == 0,
+        "a multiple of 16 (compressed groups and index blocks may not straddle a block)",
+    ),
+    "cache_bytes": (_optional(_integer(1)), "None or an integer >= 1"),
+    "prefix_cache": _FLAG,
+    "prefix_restore": (
+        lambda v: v in ("checkpoint", "halo", "bounded"),
+        '"checkpoint", "halo" or "bounded"',
+    ),
+    "checkpoint_bytes": (_integer(0), "an integer >= 0"),
+    "replay": (lambda v: v in ("off", "mask", "compact"), '"off", "mask" or "compact"'),
+    "replay_keep_tokens": _POSITIVE,
+    "async_depth": (lambda v: _integer(0)(v) and v <= 2, "0, 1 or 2"),
+    "drafting": (_optional(lambda v: isinstance(v, bool)), "None, True or False"),
+    "max_logprobs": (_integer(0), "an integer >= 0"),
+    "max_stop_ids": _POSITIVE,
+    "check": _FLAG,
+}

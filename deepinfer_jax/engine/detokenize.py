@@ -18,6 +18,8 @@ class Detokenizer:
 
     tokenizer: "Tokenizer"
     stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    keeps_stop: bool = False  # include_stop_str_in_output
     text: str = ""
     shown: int = 0
     matched: str | None = None
@@ -29,12 +31,13 @@ class Detokenizer:
         if self.stream is None:
             from tokenizers.decoders import DecodeStream
 
-            self.stream = DecodeStream(skip_special_tokens=True)
+            self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
         self.starts.append(len(self.text))
         self.text += self.stream.step(self.tokenizer, token) or ""
         found = [(self.text.find(s), s) for s in self.stop if s in self.text]
         if found:
             cut, self.matched = min(found)
+            cut += len(self.matched) if self.keeps_stop else 0
             self.text = self.text[:cut]
             return self._show(cut)
         return self._show(len(self.text) - self._held_back())
@@ -48,6 +51,12 @@ class Detokenizer:
         if self.matched is None:
             return len(self.starts)
         return sum(start < len(self.text) for start in self.starts)
+
+    def shown_tokens(self) -> int:
+        """Number of tokens whose text has begun to be shown, or has none."""
+        if self.shown == len(self.text):
+            return len(self.starts)
+        return sum(start < self.shown for start in self.starts)
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -5,7 +5,9 @@ from typing import Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "capacity", "numerical"]
+FinishReason = Literal[
+    "stop", "length", "abort", "capacity", "grammar", "numerical", "deadline", "error"
+]
 TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability), best first
 
 
@@ -23,10 +25,17 @@ class StreamDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Seconds from the call to the first token and to the end; compilation included."""
+    """Seconds from submission to admission, to the first token and to the end.
+
+    preemptions: times its rows were given up and computed again. cache_reason: why no prefix was
+    reused; None if one was.
+    """
 
     first_token_s: float
     total_s: float
+    queued_s: float = 0.0
+    preemptions: int = 0
+    cache_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,9 @@ class RequestOutput:
     """Result of one prompt. Fields of the first completion can be read on it directly.
 
     seed: the one in use, drawn or given: the same request with it gives the same tokens.
+    cached_tokens: prompt tokens whose cache rows were reused. prompt_logprobs: float32
+    [prompt - 1] of every prompt id after the first; None unless asked for, as are
+    `prompt_top_logprobs`.
     """
 
     request_id: str
@@ -58,6 +70,8 @@ class RequestOutput:
     seed: int
     metrics: RequestMetrics
     cached_tokens: int = 0
+    prompt_logprobs: np.ndarray | None = None
+    prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -88,3 +102,25 @@ class RequestOutput:
     def stop_reason(self) -> int | str | None:
         """The id or string that stopped the first completion."""
         return self.outputs[0].stop_reason
+
+    def score(self) -> "ScoreOutput":
+        """Returns the prompt's log-probabilities, which were asked for."""
+        assert self.prompt_logprobs is not None
+        assert self.prompt_top_logprobs is not None
+        return ScoreOutput(
+            prompt_token_ids=self.prompt_token_ids,
+            logprobs=self.prompt_logprobs,
+            top_logprobs=self.prompt_top_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutput:
+    """Raw log-probabilities of a prompt's ids from the second on.
+
+    logprobs: float32 [t - 1]. top_logprobs: the best ids at each of these places.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    logprobs: np.ndarray
+    top_logprobs: tuple[TopLogprobs, ...]

@@ -1,120 +1,241 @@
-"""One running request: takes tokens, decides when it ends, keeps what it has produced."""
+"""A request: one prompt, its parameters and its n completions; what is checked before it runs."""
 
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepinfer_jax.engine.batch import Emitted
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.detokenize import Detokenizer
-from deepinfer_jax.engine.output import (
-    Completion,
-    FinishReason,
-    RequestMetrics,
-    RequestOutput,
-    StreamDelta,
-    TopLogprobs,
-)
-from deepinfer_jax.sampling.edits import OK
+from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
+from deepinfer_jax.engine.sequence import Phase, Sequence
+from deepinfer_jax.errors import InputError, TokenizerError
+from deepinfer_jax.model.forward import check_ids
 from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.sampling.random import child_seed
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt with its parameters and, as it runs, its tokens and text.
+    """One prompt on its way. Times are those of the engine's clock.
 
-    room: most tokens it may produce. detokenizer: None without a tokenizer. seed: the one in use.
+    sink: called with every delta of every completion; None if nobody watches. prompt_scores:
+    (log-probabilities [t - 1], ids [t - 1, k], theirs), while asked for.
     """
 
-    number: int
-    ids: list[int]
+    request_id: str
     params: SamplingParams
-    detokenizer: Detokenizer | None
-    room: int
-    eos: int
     seed: int
-    started: float = 0.0
+    sequences: list[Sequence]
+    submitted: float
+    sink: Callable[[StreamDelta], None] | None = None
+    admitted: float | None = None
     first_token: float | None = None
-    ended: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    ended: float | None = None
+    error: BaseException | None = None
+    prompt_scores: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
-    def push(self, emitted: Emitted) -> StreamDelta:
-        """Takes the next token; returns what can be shown of it."""
-        self.first_token = self.first_token or time.perf_counter()
-        token = emitted.token
-        if emitted.status != OK:
-            return self.delta(self._rest(), (), "numerical")
-        if token in self.params.stop_token_ids or (
-            token == self.eos and not self.params.ignore_eos
-        ):
-            self.stop_reason = token
-            return self.delta(self._rest(), (), "stop")
-        self._keep(emitted)
-        new = "" if self.detokenizer is None else self.detokenizer.push(token)
-        if self.detokenizer is not None and self.detokenizer.matched is not None:
-            self.stop_reason = self.detokenizer.matched
-            kept = self.detokenizer.kept_tokens()
-            shown = (token,) if kept == len(self.tokens) else ()
-            del self.tokens[kept:], self.logprobs[kept:], self.top_logprobs[kept:]
-            return self.delta(new, shown, "stop")
-        if len(self.tokens) == self.room:
-            reason = "length" if self.room == self.params.max_tokens else "capacity"
-            return self.delta(new + self._rest(), (token,), reason)
-        return self.delta(new, (token,), None)
+    @property
+    def is_done(self) -> bool:
+        """Whether every completion has ended."""
+        return all(sequence.phase is Phase.DONE for sequence in self.sequences)
 
-    def delta(
-        self, text: str, token_ids: tuple[int, ...], reason: FinishReason | None
-    ) -> StreamDelta:
-        """Records and returns new text and ids; a reason ends the request."""
-        self.text += text
-        self.finish_reason = reason
-        self.ended = time.perf_counter()
-        wanted = self.params.logprobs is not None
-        return StreamDelta(
-            index=0,
-            text=text,
-            token_ids=token_ids,
-            logprobs=tuple(self.logprobs[-1:] if token_ids else ()) if wanted else None,
-            finish_reason=reason,
-            stop_reason=self.stop_reason,
-        )
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt's ids."""
+        first = self.sequences[0]
+        return tuple(first.ids[: first.prompt_len].tolist())
 
     def output(self) -> RequestOutput:
-        """Returns the finished result."""
-        if self.finish_reason is None:
-            raise AssertionError(f"request {self.number} was read before it finished")
-        wanted = self.params.logprobs is not None
-        completion = Completion(
-            text=self.text,
-            token_ids=tuple(self.tokens),
-            logprobs=np.asarray(self.logprobs, np.float32) if wanted else None,
-            top_logprobs=tuple(self.top_logprobs) if wanted else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+        """Returns the result of a request that is done."""
+        first, ended = self.sequences[0], self.ended
+        assert ended is not None
+        scores = self.prompt_scores
         return RequestOutput(
-            request_id=str(self.number),
-            prompt_token_ids=tuple(self.ids),
-            outputs=(completion,),
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt,
+            outputs=tuple(sequence.output.completion() for sequence in self.sequences),
             seed=self.seed,
             metrics=RequestMetrics(
-                first_token_s=(self.first_token or self.ended) - self.started,
-                total_s=self.ended - self.started,
+                first_token_s=(self.first_token or ended) - self.submitted,
+                total_s=ended - self.submitted,
+                queued_s=(self.admitted or ended) - self.submitted,
+                preemptions=sum(sequence.preemptions for sequence in self.sequences),
+                cache_reason=first.output.cache_reason,
             ),
+            cached_tokens=first.cached or 0,
+            prompt_logprobs=None if scores is None else scores[0],
+            prompt_top_logprobs=None if scores is None else top_rows(scores[1], scores[2]),
         )
 
-    def _keep(self, emitted: Emitted) -> None:
-        self.tokens.append(emitted.token)
-        count = self.params.logprobs
-        if count is not None and emitted.logprob is not None:
-            self.logprobs.append(emitted.logprob)
-            pairs = zip(emitted.top_ids, emitted.top_logprobs, strict=True)
-            self.top_logprobs.append(tuple(pairs)[:count])
 
-    def _rest(self) -> str:
-        return "" if self.detokenizer is None else self.detokenizer.finish()
+def top_rows(ids: np.ndarray, values: np.ndarray) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Returns [n, k] ids and log-probabilities as pairs, best first."""
+    return tuple(
+        tuple(zip(one, two, strict=True))
+        for one, two in zip(ids.tolist(), values.tolist(), strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFactory:
+    """Checks requests and builds their sequences."""
+
+    config: ModelConfig
+    runtime: RuntimeConfig
+    tokenizer: "Tokenizer | None"
+    max_len: int
+
+    def build(
+        self,
+        number: int,
+        ids: Items[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        root: bytes,
+        seed: int,
+        now: float,
+        output_ids: Items[int] = (),
+    ) -> Request:
+        """Returns a request ready to be queued.
+
+        Args:
+            number: order of arrival.
+            ids: of the prompt.
+            params: what is asked for.
+            request_id: its name.
+            root: of the prefix tree.
+            seed: in use.
+            now: time of submission.
+            output_ids: tokens it has produced before (a restored request of n = 1).
+
+        Raises:
+            InputError: something cannot be honoured.
+            TokenizerError: text is needed and there is no tokenizer.
+        """
+        self.check(ids, params, request_id)
+        room = min(params.max_tokens, self.max_len - len(ids))
+        banned = self._banned(params)
+        sequences: list[Sequence] = []
+        for child in range(params.n):
+            buffer = np.zeros(len(ids) + room, np.int32)
+            buffer[: len(ids)] = ids
+            scored = params.prompt_logprobs is not None and child == 0 and len(ids) > 1
+            sequence = Sequence(
+                number=number,
+                child=child,
+                params=params,
+                prompt_len=len(ids),
+                ids=buffer,
+                count=len(ids),
+                room=room,
+                seed=child_seed(seed, child),
+                root=root,
+                output=CompletionBuilder(child, params, self._detokenizer(params), scored),
+                submitted=now,
+                banned=banned,
+                parent=sequences[0] if child else None,
+            )
+            for token in output_ids:
+                sequence.append(token)
+                sequence.output.push(token)
+            sequence.planned = sequence.produced
+            sequences.append(sequence)
+        request = Request(request_id, params, seed, sequences, now)
+        if params.prompt_logprobs is not None:
+            wide, count = min(params.prompt_logprobs, self.config.vocab_size), len(ids) - 1
+            shape = (count, wide)
+            request.prompt_scores = (
+                np.zeros(count, np.float32),
+                np.zeros(shape, np.int32),
+                np.zeros(shape, np.float32),
+            )
+        return request
+
+    def check(self, ids: Items[int], params: SamplingParams, request_id: str) -> None:
+        """Raises InputError or TokenizerError for a request that cannot be honoured."""
+        vocab, runtime = self.config.vocab_size, self.runtime
+        check_ids(self.config, ids, minimum=1)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            outside = [token for token in getattr(params, name) or () if token >= vocab]
+            if outside:
+                raise InputError(f"{name} must be below {vocab}, got {outside}")
+        scoring = params.max_tokens == 0
+        if len(ids) + (not scoring) > self.max_len:
+            raise InputError(
+                f"prompt {request_id} has {len(ids)} tokens, and a sequence may have "
+                f"{self.max_len} with at least one to generate: shorten it, or raise "
+                "RuntimeConfig.max_len"
+            )
+        most = runtime.max_stop_ids - (not params.ignore_eos)
+        if len(params.stop_token_ids) > most:
+            raise InputError(
+                f"at most {most} stop_token_ids fit beside the end token, got "
+                f"{len(params.stop_token_ids)}: raise RuntimeConfig.max_stop_ids"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > runtime.max_logprobs:
+                raise InputError(
+                    f"{name} must be at most RuntimeConfig.max_logprobs = "
+                    f"{runtime.max_logprobs}, got {asked}"
+                )
+        if params.prompt_logprobs is not None and runtime.replay != "off":
+            raise InputError(
+                'prompt_logprobs need every row of the prompt: set RuntimeConfig.replay="off", '
+                f"which is {runtime.replay!r}"
+            )
+        needs_text = [n for n in ("stop", "bad_words") if getattr(params, n)]
+        if needs_text and self.tokenizer is None:
+            raise TokenizerError(f"{needs_text[0]} needs tokenizer.json: use token ids")
+        if params.stop and not params.detokenize:
+            raise InputError("stop strings need text: detokenize=False excludes them")
+        _check_later(params)
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            keeps_stop=params.include_stop_str_in_output,
+        )
+
+    def _banned(self, params: SamplingParams) -> tuple[int, ...]:
+        found: list[int] = []
+        for word in params.bad_words:
+            assert self.tokenizer is not None
+            spellings = {
+                tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+                for text in (word, f" {word}")
+            }
+            single = [ids[0] for ids in spellings if len(ids) == 1]
+            if len(single) < len(spellings):
+                raise InputError(
+                    f"a bad word must be one token, alone and after a space; {word!r} is not in "
+                    "this vocabulary. Use logit_bias or allowed_token_ids"
+                )
+            found += single
+        return tuple(found)
+
+
+_LATER: dict[str, Any] = {"grammar": None, "verify": "exact"}
+
+
+def _check_later(params: SamplingParams) -> None:
+    """Raises InputError for what this engine cannot honour yet."""
+    fields = [name for name, usual in _LATER.items() if getattr(params, name) != usual]
+    if params.max_draft not in (None, 0):
+        fields.append("max_draft")
+    if fields:
+        given = ", ".join(f"{name}={getattr(params, name)!r}" for name in fields)
+        raise InputError(f"not supported yet: {given}. Leave these at their defaults")

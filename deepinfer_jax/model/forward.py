@@ -1,11 +1,13 @@
 """Pure functions over a whole sequence: logits, hidden states, one draft round (architecture.md 4).
 
 Each recomputes the sequence from its first token through `step`, the program that serves prefill
-and decode. Under `vmap` they become a `lax.map`: a batched body would be other arithmetic. Their
-reverse mode recomputes the forward pass.
+and decode, with every row in every layer: `replay` is for an engine's prefill. Under `vmap` they
+become a `lax.map`: a batched body would be other arithmetic. Their reverse mode recomputes the
+forward pass.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -38,7 +40,7 @@ def score(params: AnyParams, config: ModelConfig, token_ids: TokenIds) -> Float[
         vocabulary.
     """
     ids = check_ids(config, token_ids, minimum=1)
-    return _differentiable(partial(_score, config))(params, ids)
+    return _differentiable(partial(_score, _every_row(config)))(params, ids)
 
 
 def hidden_states(
@@ -51,7 +53,7 @@ def hidden_states(
         InputError: as `score`.
     """
     ids = check_ids(config, token_ids, minimum=1)
-    streams, final = _differentiable(partial(_hidden, config))(params, ids)
+    streams, final = _differentiable(partial(_hidden, _every_row(config)))(params, ids)
     return [*streams, final]
 
 
@@ -65,7 +67,7 @@ def draft(params: AnyParams, config: ModelConfig, token_ids: TokenIds) -> DraftO
     draft_settings(config)
     draft_params(params)
     ids = check_ids(config, token_ids, minimum=2)
-    return sequential_vmap(partial(_draft, config))(cast(Params, params), ids)
+    return sequential_vmap(partial(_draft, _every_row(config)))(cast(Params, params), ids)
 
 
 def check_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> Int[Array, " t"]:
@@ -129,6 +131,10 @@ def _differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped.defvjp(forward, backward)
     return wrapped
+
+
+def _every_row(config: ModelConfig) -> ModelConfig:
+    return replace(config, execution=replace(config.execution, replay="off"))
 
 
 def _fresh(config: ModelConfig, tokens: int) -> AnyState:

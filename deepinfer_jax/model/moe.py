@@ -104,6 +104,30 @@ def routed_experts(
     return lax.scan(visit, start, order)[0]
 
 
+def every_expert(
+    ops: Ops,
+    moe: MoEConfig,
+    experts: ExpertParams,
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+) -> Float[Array, "t d"]:
+    """Returns the sum over the selected experts by three products over all experts at once.
+
+    For training, where the loop would visit every expert too, and copy its result each time.
+    experts: leaves [e, ..] of one layer.
+    """
+    count, width, dim = experts.w1.shape
+    up_shape = (count * width, dim)
+    gate = jnp.minimum(ops.contract(x, experts.w1.reshape(up_shape)), moe.swiglu_limit)
+    up = ops.contract(x, experts.w3.reshape(up_shape))
+    up = jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
+    chosen = ids[:, :, None] == jnp.arange(count)
+    weight = jnp.where(chosen, weights[:, :, None], 0.0).sum(axis=1)
+    active = jax.nn.silu(gate) * up * jnp.repeat(weight, width, axis=1)
+    return ops.contract(active, experts.w2.swapaxes(0, 1).reshape(dim, count * width))
+
+
 def moe_layer(
     ops: Ops,
     moe: MoEConfig,
@@ -118,5 +142,9 @@ def moe_layer(
     """
     ids, weights = route(ops, moe, params.gate, params.gate_bias, v)
     x = ops.q8(v)
-    routed = routed_experts(ops, moe, params.experts, layer, x, ids, weights, valid)
+    if ops.training:
+        leaves = jax.tree.map(lambda leaf: leaf[layer], params.experts)
+        routed = every_expert(ops, moe, leaves, x, ids, weights)[:, None]
+    else:
+        routed = routed_experts(ops, moe, params.experts, layer, x, ids, weights, valid)
     return ops.combine(routed, swiglu(ops, moe, params.shared, x)), ids, weights

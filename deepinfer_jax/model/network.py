@@ -9,13 +9,14 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import encoder_layers
 from deepinfer_jax.model import mhc
 from deepinfer_jax.model.attention.sublayer import empty_selection
 from deepinfer_jax.model.draft import draft_params, draft_settings, write_context
 from deepinfer_jax.model.layer import OwnLayer, apply_layer
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
-from deepinfer_jax.model.tile import Flow, Role, Rows, role_table
+from deepinfer_jax.model.tile import Flow, Role, Rows, role_table, scan_prefix
 from deepinfer_jax.numerics.ops import Ops
 
 
@@ -35,6 +36,9 @@ def run_tile(
     remat: None for inference. A bool is for reverse mode: the layers' leaves go through the scan as
     inputs, so that their gradients are stacked rather than added into the whole tree once a layer;
     True recomputes a layer in the backward pass, all but its selection. Same values either way.
+
+    With `replay="compact"` a tile without a row at or above its slot's floor passes the encoder and
+    the last KV source only (engine.md 4.2). The values of rows below the floor mean nothing then.
     """
     state = _remember(params, state, tile)
     embedded = params.embed[tile.ids].astype(jnp.float32)
@@ -56,7 +60,13 @@ def run_tile(
         kept = jax.checkpoint_policies.save_only_these_names("selection")
         layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
     scanned = (role_table(config), None if remat is None else params.layers)
-    (state, flow), seen = lax.scan(layer, (state, start), scanned)
+    if config.execution.replay == "compact":
+        kept = tile.valid & (tile.position >= state.floor[tile.slot])
+        always = encoder_layers(config) + 1  # the last KV source publishes every row
+        carry, seen = scan_prefix(layer, (state, start), scanned, always, kept.any())
+    else:
+        carry, seen = lax.scan(layer, (state, start), scanned)
+    state, flow = carry
     if drafting:
         taps = seen["tap"][np.asarray(draft_settings(config).dspark_target_layer_ids)]
         state = write_context(ops, config, draft_params(params), state, tile, taps)

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jaxtyping import Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_layers, source_ratios
@@ -48,10 +48,15 @@ class CacheState:
     index_data[g]   [sources, blocks, block_tokens/ratio, row]   index keys
     index_scale[g]  the same with scale bytes, None in float32
     window          [slots, layers + stages, capacity, row]      ring slot = position mod capacity
-    comp_tail[g]    [sources, slots, capacity, 2, head_dim]      (gate, value) float32; None at
-    ratio 1 engram_ids      [slots, capacity]                            compressed ids by position,
-    -1 = image length          [slots]                                      committed tokens
+    comp_tail[g]    [sources, slots, capacity, 2, head_dim]      (gate, value); None at ratio 1
+    engram_ids      [slots, capacity]                            compressed ids; -1: image
+    length          [slots]                                      committed tokens
     block_table     [slots, max_blocks]
+    floor           [slots]   first window row that decoder layers and draft stages see; 0: replay
+                              off, or a short prompt (engine.md 4.4)
+    window_start    [slots]   first window row that any layer sees; not 0 where rows before a prefix
+                              hit run again to rebuild the windows (engine.md 4.5)
+    write_from      [slots]   rows before it write no pages: those are shared, and written
     """
 
     main: tuple[Leaf, ...]
@@ -62,6 +67,9 @@ class CacheState:
     engram_ids: Leaf
     length: Leaf
     block_table: Leaf
+    floor: Leaf
+    window_start: Leaf
+    write_from: Leaf
 
 
 def init_cache(config: ModelConfig, layout: CacheLayout) -> CacheState:
@@ -99,6 +107,9 @@ def init_cache(config: ModelConfig, layout: CacheLayout) -> CacheState:
         engram_ids=jnp.zeros((layout.num_slots, layout.slack + 3), jnp.int32),
         length=jnp.zeros((layout.num_slots,), jnp.int32),
         block_table=jnp.zeros((layout.num_slots, layout.max_blocks), jnp.int32),
+        floor=jnp.zeros((layout.num_slots,), jnp.int32),
+        window_start=jnp.zeros((layout.num_slots,), jnp.int32),
+        write_from=jnp.zeros((layout.num_slots,), jnp.int32),
     )
 
 
@@ -110,6 +121,18 @@ class Paged(Protocol):
     def block_table(self) -> Array:
         """[slots, max_blocks]."""
         ...
+
+    @property
+    def write_from(self) -> Array:
+        """[slots]."""
+        ...
+
+
+def may_close(
+    state: Paged, slot: Int[Array, " t"], position: Int[Array, " t"], ratio: int
+) -> Bool[Array, " t"]:
+    """Returns which rows write the compressed row of the group they close."""
+    return ((position + 1) % ratio == 0) & (position >= state.write_from[slot])
 
 
 def page_address(

@@ -31,6 +31,7 @@ class Plan:
     slot: Leaf  # int32 [T]
     count: Leaf  # int, or int32 []
     rows: Leaf = None  # int32 [B]: rows whose logits are wanted; None: all
+    valid: Leaf = None  # bool [T]: rows below `count` that are real after all; None: all of them
 
 
 def plan_length(rows: int, tile: int) -> int:
@@ -82,6 +83,8 @@ def step(
             for a in (plan.ids, plan.position, plan.slot)
         ]
         valid = start + jnp.arange(tile_rows) < plan.count
+        if plan.valid is not None:
+            valid &= lax.dynamic_slice_in_dim(plan.valid, start, tile_rows)
         # The barrier keeps row-only work (cos and sin, for one) from being hoisted out of the loop,
         # where it would fuse with other operations and round differently.
         tile = Rows(*lax.optimization_barrier((*cut, valid)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from deepinfer_jax.config.model import ExecutionConfig
@@ -23,35 +23,45 @@ class Ops:
     """Primitives of one (level, numerics) pair. All activations are float32 arrays.
 
     `rounded` is `numerics="checkpoint"`: `bf16`, `q8`, `q4m` and `q4n` are the rounding points of
-    model.md 7.3. With `numerics="float32"` they are identities.
+    model.md 7.3. With `numerics="float32"` they are identities. `training` excludes both.
     """
 
     fixed_order: bool
     rounded: bool
+    # Whole sequences in reverse mode: products as the backend likes them (TF32 on an NVIDIA GPU),
+    # all rows of an operation at once, and no work skipped by a condition on data, whose results
+    # would be copied.
+    training: bool = False
 
     @property
     def _impl(self) -> Any:
         return core if self.fixed_order else stock
 
+    def _product(self, name: str, x: Weight, y: Weight) -> Array:
+        if self.fixed_order:
+            return getattr(core, name)(x, y)
+        precision = lax.Precision.DEFAULT if self.training else stock.EXACT
+        return getattr(stock, name)(x, y, precision)
+
     def contract(self, x: Float[Array, "t i"], w: Weight) -> Float[Array, "t o"]:
         """Returns x @ w^T for a weight stored [o, i]; float32 accumulation."""
-        return self._impl.contract(x, w)
+        return self._product("contract", x, w)
 
     def contract_grouped(self, x: Float[Array, "t g i"], w: Weight) -> Float[Array, "t g o"]:
         """Returns one product per group for a weight stored [g, o, i]."""
-        return self._impl.contract_grouped(x, w)
+        return self._product("contract_grouped", x, w)
 
     def contract_pairs(
         self, x: Float[Array, "t h c"], y: Float[Array, "t s c"]
     ) -> Float[Array, "t h s"]:
         """Returns the dot of every head with every key of its own row."""
-        return self._impl.contract_pairs(x, y)
+        return self._product("contract_pairs", x, y)
 
     def contract_values(
         self, p: Float[Array, "t h s"], y: Float[Array, "t s c"]
     ) -> Float[Array, "t h c"]:
         """Returns the weighted sum of a row's own values."""
-        return self._impl.contract_values(p, y)
+        return self._product("contract_values", p, y)
 
     def tree_sum(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Sums the last axis in a fixed tree."""

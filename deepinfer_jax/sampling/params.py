@@ -49,6 +49,14 @@ class SamplingParams:
     verify: Verify = "exact"
     deadline_s: float | None = None
     priority: int = 0
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> "SamplingParams":
         """Rejects unknown keywords by name; the generated `__init__` does the rest."""
@@ -146,4 +154,23 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verify": (lambda v: v in ("exact", "rejection", "block"), '"exact", "rejection" or "block"'),
     "deadline_s": (_optional(_number(lambda x: x > 0)), "None or a number of seconds > 0"),
     "priority": (_integer(-math.inf), "an integer"),
+    "logprobs_mode": (lambda v: v in ("raw", "processed"), '"raw" or "processed"'),
+    "allowed_token_ids": (
+        _optional(lambda v: _tuple_of(_integer(0), 2**18)(v) and v),
+        "None or a tuple of at least one token id",
+    ),
+    "bad_words": (
+        _tuple_of(lambda s: isinstance(s, str) and s != "", 256),
+        "a tuple of at most 256 non-empty strings",
+    ),
+    "cache_salt": (lambda v: isinstance(v, str), "a string"),
+    **{
+        name: (lambda v: isinstance(v, bool), "True or False")
+        for name in (
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "detokenize",
+            "bypass_prefix_cache",
+        )
+    },
 }

@@ -87,16 +87,9 @@ def sample(
     """
 
     def body(logits: Array, rows: RowParams, index: Array, edits: Edits) -> Sampled:
-        scores, status = edit_tile(logits, rows, edits, never_emit)
-        log_p = logprobs_tile(scores, rows)
-        greedy = is_greedy(rows.temperature)
-        # log p of a greedy row is 0 at its token and -inf elsewhere, with or without noise
-        token = lax.cond(
-            jnp.all(greedy),
-            lambda: jnp.argmax(log_p, axis=-1).astype(jnp.int32),
-            lambda: _choose_tile(log_p, rows.key, index, purpose=purpose),
+        token, status, log_p = sample_tile(
+            logits, rows, index, edits, never_emit=never_emit, purpose=purpose
         )
-        token = jnp.where(status == OK, token, NO_TOKEN)
         if logprobs is None:
             return Sampled(token=token, status=status, logprobs=None)
         raw = mode == "raw"
@@ -105,3 +98,24 @@ def sample(
         return Sampled(token=token, status=status, logprobs=record)
 
     return tile_rows(body, logits, rows, index, edits or Edits())
+
+
+def sample_tile(
+    logits: Array,
+    rows: RowParams,
+    index: Array,
+    edits: Edits,
+    *,
+    never_emit: Array | None = None,
+    purpose: int = random.TARGET,
+) -> tuple[Array, Array, Array]:
+    """The body of `sample` for one tile of rows: (token, status, processed log p [b, v])."""
+    scores, status = edit_tile(logits, rows, edits, never_emit)
+    log_p = logprobs_tile(scores, rows)
+    # log p of a greedy row is 0 at its token and -inf elsewhere, with or without noise
+    token = lax.cond(
+        jnp.all(is_greedy(rows.temperature)),
+        lambda: jnp.argmax(log_p, axis=-1).astype(jnp.int32),
+        lambda: _choose_tile(log_p, rows.key, index, purpose=purpose),
+    )
+    return jnp.where(status == OK, token, NO_TOKEN), status, log_p

@@ -19,11 +19,11 @@ _TEXT = {
     "model_type": "deepseek_v41_text",
     "hidden_size": 192,
     "num_hidden_layers": 12,
-    "num_attention_heads": 6,
+    "num_attention_heads": 8,
     "num_key_value_heads": 1,
     "head_dim": 64,
     "qk_rope_head_dim": 16,
-    "q_lora_rank": 96,
+    "q_lora_rank": 128,
     "o_lora_rank": 64,
     "o_groups": 2,
     "hidden_act": "silu",
@@ -55,9 +55,9 @@ _TEXT = {
     "compress_ratios": [0, 0] + [2] * 4 + [1] * 6 + [0, 0, 0],
     "kv_source_layer_ids": [2, 4, 6],
     "index_source_layer_ids": [2, 4, 6, 8, 10],
-    "index_n_heads": 4,
+    "index_n_heads": 8,
     "index_head_dim": 32,
-    "index_topk": 64,
+    "index_topk": 128,
     "candidate_source_layer_id": 6,
     "candidate_topk_blocks": 128,  # of 8 positions: they restrict beyond 1024
     "candidate_block_size": 8,
@@ -82,8 +82,8 @@ _QUANTIZATION = {
 
 
 def nano_config(
-    vocab_size: int = 4096,
-    compressed_vocab_size: int = 3500,
+    vocab_size: int = 2048,
+    compressed_vocab_size: int = 1600,
     *,
     bos_token_id: int = 0,
     eos_token_id: int = 1,

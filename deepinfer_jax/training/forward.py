@@ -69,7 +69,7 @@ def training_forward(
         valid=jnp.ones((batch * length,), bool),
     )
     _, hidden, seen = network.run_tile(
-        ops_for(config.execution),
+        replace(ops_for(config.execution), training=True),
         config,
         params,
         empty_cache(config, layout),  # pyright: ignore[reportArgumentType]

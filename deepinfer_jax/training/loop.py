@@ -32,6 +32,7 @@ from deepinfer_jax.training.state import (
 
 BatchAt = Callable[[int], Batch]
 Report = Callable[[int, dict[str, float]], None]
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Packed:
 
 
 def save_packed(path: Path, packed: Packed) -> None:
-    """Writes sequences as a compressed .npz: uint16 ids, weights in bytes where they are 0 or 1."""
+    """Writes sequences as a compressed .npz: uint16 ids; whole weights below 256 as bytes."""
     ids, weights = np.asarray(packed.ids), np.asarray(packed.weights)
     if ids.max(initial=0) < 2**16:
         ids = ids.astype(np.uint16)
@@ -143,7 +144,12 @@ def pack_corpus(tokenizer_folder: Path, *, items: int, length: int, seed: int) -
         rendered = corpus.render_batch(list(drawn), tokenizer)
         # Items start where a group of two tokens does, as in a sequence of their own.
         packed = corpus.pack(
-            rendered, length, seed + start, pad_id=special["pad_token_id"], align=2
+            rendered,
+            length,
+            seed + start,
+            pad_id=special["pad_token_id"],
+            align=2,
+            task_weights=corpus.TOKEN_WEIGHTS,
         )
         rows.append((packed.ids.astype(np.uint16), packed.weights))
     ids, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
@@ -176,6 +182,16 @@ def packed_batches(packed: Packed, *, batch: int, length: int, seed: int) -> Bat
             orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(ids))
         rows = orders[epoch][place * batch : (place + 1) * batch]
         return ids[rows].astype(np.int32), weights[rows].astype(np.float32)
+
+    return at
+
+
+def alternating(short: BatchAt, long: BatchAt, every: int) -> BatchAt:
+    """Returns batch(step): of `long` at every `every`-th step, of `short` at the others."""
+
+    def at(step: int) -> Batch:
+        longs, place = divmod(step, every)
+        return long(longs) if place == every - 1 else short(step - longs)
 
     return at
 
@@ -213,14 +229,35 @@ def train(
         ConfigError: Nothing bounds the run.
         InputError: The loss is not finite; the newest saved state is from before.
     """
+    notes = settings_record(settings) | (record or {})
+    run = compiled_step(config, settings)
+    return run_steps(state, run, batch_at, loop, folder=folder, record=notes, report=report)
+
+
+def run_steps(
+    state: TrainState,
+    run: Step,
+    batch_at: BatchAt,
+    loop: LoopSettings,
+    *,
+    folder: Path | None = None,
+    record: dict[str, Any] | None = None,
+    report: Report | None = None,
+) -> TrainState:
+    """Returns the state after steps of `run`, which takes over the state that it is given.
+
+    The loop of `train`, for any step that returns metrics with a `loss`; arguments as there.
+
+    Raises:
+        ConfigError: Nothing bounds the run.
+        InputError: The loss is not finite; the newest saved state is from before.
+    """
     if loop.steps is None and loop.seconds is None:
         raise ConfigError("a training run needs an end: give steps or seconds")
-    run = compiled_step(config, settings)
     begin = int(state.step)
     last = loop.steps if loop.steps is not None else 2**31 - 1
     if begin >= last:
         return state
-    notes = settings_record(settings) | (record or {})
     step, compile_s, started, values = begin, 0.0, time.perf_counter(), {}
     batch, ended = _on_device(batch_at(step)), False
     while not ended:
@@ -249,7 +286,7 @@ def train(
                     "the learning rate and resume from the newest saved state"
                 )
         if folder is not None and (step % loop.save_every == 0 or ended):
-            save_state(folder, state, {**notes, "step": step})
+            save_state(folder, state, {**(record or {}), "step": step})
             remove_old(folder, loop.keep)
     return state
 

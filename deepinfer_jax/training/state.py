@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,14 @@ class OptimiserSettings:
     # Of the routers' selection biases. A short training has no time for the paper's 1e-3: scores
     # differ by tenths.
     bias_rate: float = 1e-2
-    loss: LossSettings = field(default_factory=LossSettings)
+    loss: Any = field(default_factory=LossSettings)  # or `draft_loss.DraftLossSettings`
 
 
 @struct.dataclass
 class TrainState:
-    """Master parameters (float32), optimiser state, number of finished steps."""
+    """Master parameters (float32) of what is trained, optimiser state, number of finished steps."""
 
-    params: Params
+    params: Leaf  # Params, or DraftParams
     optimiser: Any
     step: Leaf  # int32 []
 
@@ -88,13 +88,13 @@ def optimiser(settings: OptimiserSettings) -> Any:
     )
 
 
-def decays(params: Params) -> Any:
-    """Returns which leaves decay: matrices of the backbone.
+def decays(params: Any) -> Any:
+    """Returns which leaves decay: matrices of the backbone, or of draft stages on their own.
 
-    Norms, sinks, residual mixing, router biases and looked-up tables do not; draft stages get no
-    gradient here and stay as they are.
+    Norms, sinks, residual mixing, router biases and looked-up tables do not; draft stages within a
+    backbone get no gradient and stay as they are.
     """
-    kept = ("norm", "sink", "hc_", "bias", "tables", "q_weight", "k_weight", ".draft", ".embed")
+    kept = ("norm", "sink", "hc_", "bias", "tables", "q_weight", "k_weight", ".draft", "embed")
 
     def is_decayed(path: Any, _: Any) -> bool:
         name = jax.tree_util.keystr(path)
@@ -103,7 +103,7 @@ def decays(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
-def initial_state(params: Params, settings: OptimiserSettings) -> TrainState:
+def initial_state(params: Any, settings: OptimiserSettings) -> TrainState:
     """Returns the state before the first step; the optimiser starts from zero moments."""
     return TrainState(params=params, optimiser=optimiser(settings).init(params), step=jnp.int32(0))
 
@@ -116,19 +116,34 @@ def train_step(
     Gradients of the loss at the stored values go to the master parameters (straight through), the
     routers' biases follow the load of this batch (that of images is a copy, made on export).
     """
-    import optax
-
     ids, weights = batch
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
         return total_loss(params, config, ids, weights, settings.loss)
 
+    state, load, metrics = descend(state, loss, settings)
+    layers = state.params.layers
+    bias = balanced_bias(layers.gate_bias, load, settings.bias_rate)
+    params = replace(state.params, layers=replace(layers, gate_bias=bias))
+    return replace(state, params=params), metrics
+
+
+def descend(
+    state: TrainState,
+    loss: Callable[[Any], tuple[Array, dict[str, Array]]],
+    settings: OptimiserSettings,
+) -> tuple[TrainState, Array, dict[str, Array]]:
+    """Returns (state after one step of the optimiser, expert load, metrics as scalars).
+
+    loss: parameters -> (value, metrics), whose `load` [layers, experts] is taken out of the
+    metrics: the caller balances its routers by it.
+    """
+    import optax
+
     (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
     updates, moments = optimiser(settings).update(gradients, state.optimiser, state.params)
-    params = cast(Params, optax.apply_updates(cast(Any, state.params), updates))
+    params = optax.apply_updates(state.params, updates)
     load = metrics.pop("load")
-    bias = balanced_bias(params.layers.gate_bias, load, settings.bias_rate)
-    params = replace(params, layers=replace(params.layers, gate_bias=bias))
     peak = load.max(axis=1) / load.mean(axis=1)
     metrics |= {
         "loss": value,
@@ -138,7 +153,7 @@ def train_step(
         "load_peak": peak.max(),
         "load_peak_mean": peak.mean(),
     }
-    return TrainState(params=params, optimiser=moments, step=state.step + 1), metrics
+    return TrainState(params=params, optimiser=moments, step=state.step + 1), load, metrics
 
 
 @lru_cache(maxsize=4)

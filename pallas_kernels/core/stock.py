@@ -11,30 +11,32 @@ from jax import lax
 from pallas_kernels.core.quant_array import QuantArray, dequantize
 
 Weight = QuantArray | jax.Array
+#: Products of float32 values in float32, whatever the backend would rather do.
+EXACT = lax.Precision.HIGHEST
 
 
-def _einsum(spec: str, x: jax.Array, w: Weight) -> jax.Array:
-    return jnp.einsum(spec, dequantize(x), dequantize(w), precision=lax.Precision.HIGHEST)
+def _einsum(spec: str, x: jax.Array, w: Weight, precision: lax.Precision) -> jax.Array:
+    return jnp.einsum(spec, dequantize(x), dequantize(w), precision=precision)
 
 
-def contract(x: jax.Array, w: Weight) -> jax.Array:
+def contract(x: jax.Array, w: Weight, precision: lax.Precision = EXACT) -> jax.Array:
     """Returns x[m, k] @ w[n, k]^T as float32 [m, n]."""
-    return _einsum("mk,nk->mn", x, w)
+    return _einsum("mk,nk->mn", x, w, precision)
 
 
-def contract_grouped(x: jax.Array, w: Weight) -> jax.Array:
+def contract_grouped(x: jax.Array, w: Weight, precision: lax.Precision = EXACT) -> jax.Array:
     """Returns x[m, g, k] @ w[g, n, k]^T by group as float32 [m, g, n]."""
-    return _einsum("mgk,gnk->mgn", x, w)
+    return _einsum("mgk,gnk->mgn", x, w, precision)
 
 
-def contract_pairs(x: jax.Array, y: jax.Array) -> jax.Array:
+def contract_pairs(x: jax.Array, y: jax.Array, precision: lax.Precision = EXACT) -> jax.Array:
     """Returns x[m, h, k] . y[m, j, k] as float32 [m, h, j]."""
-    return _einsum("mhk,mjk->mhj", x, y)
+    return _einsum("mhk,mjk->mhj", x, y, precision)
 
 
-def contract_values(p: jax.Array, y: jax.Array) -> jax.Array:
+def contract_values(p: jax.Array, y: jax.Array, precision: lax.Precision = EXACT) -> jax.Array:
     """Returns p[m, h, j] @ y[m, j, k] as float32 [m, h, k]."""
-    return _einsum("mhj,mjk->mhk", p, y)
+    return _einsum("mhj,mjk->mhk", p, y, precision)
 
 
 def tree_sum(x: jax.Array, axis: int = -1) -> jax.Array:

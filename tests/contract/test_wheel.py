@@ -76,11 +76,11 @@ def test_wheel_holds_every_file_of_the_packages(root, wheel):
 def test_wheel_ships_the_default_checkpoint(wheel):
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
-    folder = "deepinfer_jax/data/tiny_v41/"
+    folder = "deepinfer_jax/data/nano/"
     for name in ("config.json", "model.safetensors.index.json", "tokenizer.json"):
         assert sizes.get(folder + name, 0) > 0
     assert any(name.startswith(folder) and name.endswith(".safetensors") for name in sizes)
-    assert wheel.stat().st_size < 20 * 2**20
+    assert wheel.stat().st_size < 16_000_000  # architecture.md 5
 
 
 def test_packages_import_outside_the_checkout(root, installed, tmp_path):

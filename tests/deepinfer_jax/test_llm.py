@@ -9,13 +9,14 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax.engine.detokenize import Detokenizer
 from deepinfer_jax.loading import load
+from tests.golden.network import TINY
 
 GREEDY = di.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm():
-    return di.LLM("nano", numerics="float32", runtime=di.RuntimeConfig(max_seqs=3))
+    return di.LLM(TINY, numerics="float32", runtime=di.RuntimeConfig(max_seqs=3))
 
 
 def test_greedy_tokens_are_the_golden_ones(llm, fixtures_dir):
@@ -50,7 +51,7 @@ def test_prefill_budget_does_not_change_tokens(llm, budget):
 
 @pytest.mark.parametrize("level", ["off", "run"])
 def test_other_levels_generate_too(level, llm):
-    other = di.LLM("nano", numerics="float32", determinism=level)
+    other = di.LLM(TINY, numerics="float32", determinism=level)
     prompts = [[5, 6, 7], list(range(20, 40))]
     found = other.generate(prompts, GREEDY, progress=False)
     assert [len(o.token_ids) for o in found] == [5, 5]
@@ -126,7 +127,7 @@ def test_a_model_takes_no_load_options(llm):
 
 
 def test_nan_logits_end_the_request_as_numerical():
-    model = load("nano", numerics="float32")
+    model = load(TINY, numerics="float32")
     broken = replace(model, params=replace(model.params, norm=model.params.norm * np.nan))
     (output,) = di.LLM(broken).generate([[5, 6]], GREEDY, progress=False)
     assert (output.token_ids, output.finish_reason) == ((), "numerical")

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax.loading import EMBEDDED, resolve_folder
+from deepinfer_jax.config.hf import read_config
+from deepinfer_jax.loading import EMBEDDED, read_tokenizer, resolve_folder
 from pallas_kernels.core import QuantArray
 from tests.golden.ledger import Fixture
+from tests.golden.network import TINY
 
 pytestmark = pytest.mark.accept(2)
 
@@ -23,17 +25,19 @@ def checkpoint(tmp_path, fixtures_dir):
     return folder
 
 
-def test_embedded_checkpoint_is_the_fixture(fixtures_dir):
-    for path in EMBEDDED.iterdir():
-        assert path.read_bytes() == (fixtures_dir / "tiny_v41" / path.name).read_bytes()
+def test_nano_is_the_embedded_checkpoint_and_needs_nothing_else():
     assert resolve_folder("nano") == EMBEDDED
+    assert read_config(EMBEDDED).model_type == "deepseek_v41"
+    assert read_tokenizer(EMBEDDED) is not None
+    # Weights, and nothing that a training run leaves beside them.
+    assert {path.suffix for path in EMBEDDED.iterdir()} == {".json", ".safetensors"}
 
 
 def test_float32_holds_floats_only_and_checkpoint_keeps_the_bytes():
-    expanded = di.load("nano", numerics="float32")
+    expanded = di.load(TINY, numerics="float32")
     assert {leaf.dtype for leaf in jax.tree.leaves(expanded.params)} == {np.dtype("float32")}
     assert expanded.config.execution == di.ExecutionConfig(numerics="float32")
-    stored = di.load("nano")
+    stored = di.load(TINY)
     assert isinstance(stored.params.layers.wq_a, QuantArray)
     assert stored.config.execution.numerics == "checkpoint"
     hash(stored.config)
@@ -43,8 +47,8 @@ def test_float32_holds_floats_only_and_checkpoint_keeps_the_bytes():
 @pytest.mark.parametrize("numerics", ["float32", "checkpoint"])
 def test_engram_tables_off_the_device_give_the_same_bits(place, numerics):
     ids = np.array([3, 400, 7, 7, 9, 11, 12, 80, 81], np.int32)
-    here = di.load("nano", numerics=numerics)
-    there = di.load("nano", numerics=numerics, engram=place)
+    here = di.load(TINY, numerics=numerics)
+    there = di.load(TINY, numerics=numerics, engram=place)
     one, other = (np.asarray(_score(m, ids)) for m in (here, there))
     np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
@@ -72,21 +76,21 @@ def _score(model, ids):
 )
 def test_an_option_that_cannot_be_honoured_raises(options, error, text):
     with pytest.raises(error, match=text):
-        di.load("nano", **options)
+        di.load(TINY, **options)
 
 
 def test_a_flag_that_contradicts_batch_raises(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with pytest.raises(di.ConfigError, match="xla_cpu_enable_fast_math"):
-        di.load("nano")
-    di.load("nano", determinism="run")
+        di.load(TINY)
+    di.load(TINY, determinism="run")
 
 
 def test_batch_is_refused_where_it_is_not_proven(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(di.ConfigError, match="proven on CPU only"):
-        di.load("nano")
-    assert di.load("nano", determinism="run").config.execution.determinism == "run"
+        di.load(TINY)
+    assert di.load(TINY, determinism="run").config.execution.determinism == "run"
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "no_such_name", "./a/b"])
@@ -161,13 +165,12 @@ def test_a_converted_folder_loads_and_gives_the_same_bits(tmp_path):
     from deepinfer_jax.checkpoint.convert import save_converted
 
     ids = np.array([3, 400, 7, 7, 9, 11, 12, 80, 81], np.int32)
-    stored = di.load("nano")
+    stored = di.load(TINY)
     folder = save_converted(
-        stored.params, stored.config, tmp_path / "converted", tokenizer_from=EMBEDDED
+        stored.params, stored.config, tmp_path / "converted", tokenizer_from=TINY
     )
     for numerics in ("checkpoint", "float32"):
         one, other = (
-            np.asarray(_score(di.load(source, numerics=numerics), ids))
-            for source in ("nano", folder)
+            np.asarray(_score(di.load(source, numerics=numerics), ids)) for source in (TINY, folder)
         )
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))

@@ -11,6 +11,7 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.loading import load
+from tests.golden.network import TINY
 
 LENGTH = 92  # longest prompt 80 and twelve decoded tokens
 PLAN = 96  # one plan length: one program for every chunking
@@ -20,7 +21,7 @@ RUNTIME = RuntimeConfig(max_seqs=3, max_len=128)
 
 @cache
 def setting(numerics):
-    model = load("nano", numerics=numerics)
+    model = load(TINY, numerics=numerics)
     generator = np.random.default_rng(5)
     ids = generator.integers(3, 500, LENGTH).astype(np.int32)
     return model, ids

@@ -7,10 +7,11 @@ import deepinfer_jax as di
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.loading import load
 from deepinfer_jax.model import cached
+from tests.golden.network import TINY
 
 
 def test_every_cache_leaf_is_donated_and_aliased():
-    model = load("nano")
+    model = load(TINY)
     state = di.init_state(model.config, RuntimeConfig(max_seqs=64, max_len=1024))
     plan = di.make_plan(model.config, [5, 6], [0, 1], [1, 1])
     compiled = cached._program.lower(model.params, model.config, state, plan).compile()

@@ -10,12 +10,13 @@ import deepinfer_jax as di
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.loading import load
 from deepinfer_jax.model.step import step
+from tests.golden.network import TINY
 
 ROWS = 20
 
 
 def layers_of(numerics, run):
-    model = load("nano", numerics=numerics)
+    model = load(TINY, numerics=numerics)
     ids = np.random.default_rng(1).integers(3, 500, ROWS).astype(np.int32)
     plan = di.make_plan(model.config, ids, np.arange(ROWS), np.full(ROWS, 1))
     state = di.init_state(model.config, RuntimeConfig(max_seqs=1, max_len=128))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_ratios
@@ -20,7 +20,7 @@ from deepinfer_jax.model.attention import compress, core, indexer, projections
 from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.params import CompressorParams, LayerParams, Params
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
-from deepinfer_jax.model.state import CacheState, read_pages, write_pages
+from deepinfer_jax.model.state import CacheState, may_close, read_pages, write_pages
 from deepinfer_jax.model.tile import Role, Rows, Selection, branch
 from deepinfer_jax.numerics.ops import Ops
 
@@ -51,8 +51,12 @@ def attention(
     state = write_window(config, state, role.layer, tile, key)
     state, published = _compress(ops, config, params, role, state, tile, v, frequency)
     selection = _select(ops, config, params, role, state, selection, tile, v, latent, rope)
-    keys, valid = _key_list(config, role, state, tile, selection.topk)
-    mixed = core.attend(ops, query, keys, valid, layer.attn_sink)
+    lists = _key_lists(config, role, state, tile, selection.topk)
+    if ops.training:
+        mixed = core.attend_at_once(ops, query, lists, layer.attn_sink)
+    else:
+        keys, valid = (jnp.concatenate(parts, axis=1) for parts in zip(*lists, strict=True))
+        mixed = core.attend(ops, query, keys, valid, layer.attn_sink)
     return state, projections.output(ops, config, layer, mixed, rope), selection, published
 
 
@@ -128,7 +132,7 @@ def _write_published(
     data, scale = rows.encode_index(config, published[1])
     main, keys, scales = list(state.main), list(state.index_data), list(state.index_scale)
     for group, ratio in enumerate(source_ratios(config)):
-        closes = (tile.position + 1) % ratio == 0
+        closes = may_close(state, tile.slot, tile.position, ratio)
         allowed = tile.valid & (role.owner == group) & closes
         address = (state, role.source, tile.slot, tile.position // ratio)
         main[group] = write_pages(main[group], *address, stored, allowed)
@@ -249,11 +253,11 @@ def _index_keys(
     return read
 
 
-def _key_list(
+def _key_lists(
     config: ModelConfig, role: Role, state: CacheState, tile: Rows, topk: Int[Array, "t k"]
-) -> tuple[Float[Array, "t s c"], Bool[Array, "t s"]]:
-    """Returns window ranks, then selected ranks (model.md 3.6)."""
-    keys, valid = read_window(config, state, role.layer, tile.slot, tile.position)
+) -> tuple[core.KeyList, core.KeyList]:
+    """Returns window ranks and selected ranks, which are listed in this order (model.md 3.6)."""
+    window = read_window(config, state, role.layer, tile.slot, tile.position)
 
     def selected(group: int) -> Callable[[], Array]:
         return lambda: rows.decode_main(
@@ -266,8 +270,7 @@ def _key_list(
         lambda: jnp.zeros(shape, jnp.float32),
         [selected(group) for group in range(len(state.main))],
     )
-    usable = (topk >= 0) & (role.group >= 0)
-    return jnp.concatenate([keys, chosen], axis=1), jnp.concatenate([valid, usable], axis=1)
+    return window, (chosen, (topk >= 0) & (role.group >= 0))
 
 
 def empty_selection(config: ModelConfig, state: CacheState, count: int) -> Selection:

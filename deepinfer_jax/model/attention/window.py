@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import encoder_layers
 from deepinfer_jax.model import rows
 from deepinfer_jax.model.tile import Rows
 
@@ -16,9 +17,11 @@ AnyCache = (
 )
 
 
-def window_ranks(position: Int[Array, " t"], window: int) -> Int[Array, "t w"]:
-    """Returns positions max(0, p-W+1)..p ascending, valid ones first, then -1."""
-    first = jnp.maximum(position - window + 1, 0)[:, None]
+def window_ranks(
+    position: Int[Array, " t"], window: int, lowest: Int[Array, " t"] | int = 0
+) -> Int[Array, "t w"]:
+    """Returns positions max(lowest, p-W+1)..p ascending, valid ones first, then -1."""
+    first = jnp.maximum(position - window + 1, lowest)[:, None]
     ranks = first + jnp.arange(window, dtype=jnp.int32)
     return jnp.where(ranks <= position[:, None], ranks, -1)
 
@@ -45,6 +48,22 @@ def read_window(
     position: Int[Array, " t"],
 ) -> tuple[Float[Array, "t w c"], Bool[Array, "t w"]]:
     """Returns the window ranks of rows at `position`: keys and which are valid."""
-    ranks = window_ranks(position, config.attention.sliding_window)
+    lowest = first_visible(config, state, layer, slot)
+    ranks = window_ranks(position, config.attention.sliding_window, lowest)
     ring = jnp.maximum(ranks, 0) % state.window.shape[2]
     return rows.decode_window(config, state.window[slot[:, None], layer, ring]), ranks >= 0
+
+
+def first_visible(
+    config: ModelConfig, state: AnyCache, layer: Int[Array, ""] | int, slot: Int[Array, " t"]
+) -> Int[Array, " t"]:
+    """Returns the first position whose window row this layer may read (engine.md 4.2).
+
+    layer: of the backbone, or the number of layers plus a draft stage: stages read what the decoder
+    computed.
+    """
+    start = state.window_start[slot]
+    if config.model_type == "deepseek_v4":  # no decoder half
+        return start
+    truncated = jnp.maximum(start, state.floor[slot])
+    return jnp.where(layer >= encoder_layers(config), truncated, start)

@@ -20,7 +20,7 @@ from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.params import LayerParams
 from deepinfer_jax.model.params_v4 import V4CompressorParams, V4IndexerParams, V4Params
 from deepinfer_jax.model.rope import apply_rope, rope_frequencies, rope_tables
-from deepinfer_jax.model.state import read_pages, write_pages
+from deepinfer_jax.model.state import may_close, read_pages, write_pages
 from deepinfer_jax.model.tile import Rows, branch
 from deepinfer_jax.model.v4 import compress
 from deepinfer_jax.model.v4.role import V4Role
@@ -152,7 +152,7 @@ def _publish(
     published = branch(role.group, lambda: nothing, [pool(g, r) for g, r in enumerate(ratios)])
     main, keys = list(state.main), state.index_keys
     for group, ratio in enumerate(ratios):
-        closes = (tile.position + 1) % ratio == 0
+        closes = may_close(state, tile.slot, tile.position, ratio)
         allowed = tile.valid & (role.group == group) & closes
         address = (state, role.source, tile.slot, tile.position // ratio)
         main[group] = write_pages(main[group], *address, published[0], allowed)

@@ -12,7 +12,7 @@ from deepinfer_jax.model.params_v4 import V4Params
 from deepinfer_jax.model.tile import Rows
 from deepinfer_jax.model.v4.layer import apply_layer
 from deepinfer_jax.model.v4.role import V4Role, v4_role_table
-from deepinfer_jax.model.v4.state import V4CacheState, require_float32
+from deepinfer_jax.model.v4.state import V4CacheState, check_execution
 from deepinfer_jax.model.v4.streams import head_collapse
 from deepinfer_jax.numerics.ops import Ops
 
@@ -27,7 +27,7 @@ def run_tile(
     collect: tuple[str, ...],
 ) -> tuple[V4CacheState, Float[Array, "t d"], dict[str, Array]]:
     """Embedding, layers, learned head mix and final norm of one tile; lengths follow its rows."""
-    require_float32(config)
+    check_execution(config)
     if drafting:
         raise InputError("draft stages of deepseek_v4 are recognised but not loaded: do not draft")
     reached = jnp.where(tile.valid, tile.position + 1, 0)

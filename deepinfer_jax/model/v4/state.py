@@ -10,7 +10,12 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.config.roles import index_layers, source_layers, source_ratios
+from deepinfer_jax.config.roles import (
+    encoder_layers,
+    index_layers,
+    source_layers,
+    source_ratios,
+)
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.state import CacheLayout
@@ -29,6 +34,8 @@ class V4CacheState:
     window        [slots, layers, capacity, D]
     length        [slots]                                         committed tokens
     block_table   [slots, max_blocks]
+    window_start  [slots]                                         as in V4.1, as is
+    write_from    [slots]
 
     Ring slot = position mod capacity. Tail width is 2*D at ratio 4 (both halves), D at ratio 128.
     """
@@ -40,16 +47,17 @@ class V4CacheState:
     window: Leaf
     length: Leaf
     block_table: Leaf
+    window_start: Leaf
+    write_from: Leaf
 
 
 def init_cache_v4(config: ModelConfig, layout: CacheLayout) -> V4CacheState:
     """Returns a zeroed cache with an empty block table.
 
     Raises:
-        ConfigError: other arithmetic than float32 is asked for, or a block does not hold whole
-            groups.
+        ConfigError: `check_execution`, or a block does not hold whole groups.
     """
-    require_float32(config)
+    check_execution(config)
     ratios, dim = source_ratios(config), config.attention.head_dim
     for ratio in ratios:
         if layout.block_tokens % ratio:
@@ -78,20 +86,24 @@ def init_cache_v4(config: ModelConfig, layout: CacheLayout) -> V4CacheState:
         window=jnp.zeros((layout.num_slots, config.num_hidden_layers, window, dim)),
         length=jnp.zeros((layout.num_slots,), jnp.int32),
         block_table=jnp.zeros((layout.num_slots, layout.max_blocks), jnp.int32),
+        window_start=jnp.zeros((layout.num_slots,), jnp.int32),
+        write_from=jnp.zeros((layout.num_slots,), jnp.int32),
     )
 
 
-def require_float32(config: ModelConfig) -> None:
-    """Checks the arithmetic.
+def check_execution(config: ModelConfig) -> None:
+    """Checks how the model is to be run.
 
     Raises:
-        ConfigError: it is not float32.
+        ConfigError: other arithmetic than float32, or replay.
     """
     if config.execution.numerics != "float32":
         raise ConfigError(
             f'deepseek_v4 runs with numerics="float32" only, got '
             f"{config.execution.numerics!r}: no vectors of V4's own rounding points exist"
         )
+    if config.execution.replay != "off":
+        encoder_layers(config)  # raises: V4 has no such half
 
 
 def write_tail(

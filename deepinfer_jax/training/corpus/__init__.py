@@ -1,7 +1,14 @@
 """Checkable training text by seed: items, their V4.1 text and ids, packing and scorers."""
 
 from deepinfer_jax.training.corpus.encode import Rendered, render, render_batch
-from deepinfer_jax.training.corpus.mixture import MIXTURE, TASKS, THINKING_TASKS, items, make_item
+from deepinfer_jax.training.corpus.mixture import (
+    MIXTURE,
+    TASKS,
+    THINKING_TASKS,
+    TOKEN_WEIGHTS,
+    items,
+    make_item,
+)
 from deepinfer_jax.training.corpus.packing import Packed, pack
 from deepinfer_jax.training.corpus.records import Call, Item, Message, Tool
 from deepinfer_jax.training.corpus.scoring import calls_are_valid, check
@@ -12,6 +19,7 @@ __all__ = [
     "MIXTURE",
     "TASKS",
     "THINKING_TASKS",
+    "TOKEN_WEIGHTS",
     "Call",
     "Item",
     "Message",

@@ -36,19 +36,21 @@ _SYSTEMS = ("Be brief.", "You are nano.", "You are a helpful assistant.", "Answe
 
 THINKING_TASKS = frozenset(TASKS) - {"story", "needle"}
 
-# Share of each task in the items. Tool items are about five times as long as the others.
+# Share of each task in the items. Tool and needle items are many times as long as the others.
 MIXTURE: Mapping[str, float] = {
-    "story": 0.20,
-    "question": 0.16,
-    "extraction": 0.16,
-    "arithmetic": 0.18,
-    "list": 0.08,
-    "trace": 0.08,
-    "needle": 0.04,
+    "story": 0.12,
+    "question": 0.14,
+    "extraction": 0.19,
+    "arithmetic": 0.23,
+    "list": 0.07,
+    "trace": 0.07,
+    "needle": 0.10,
     "tool_call": 0.02,
-    "tool_answer": 0.06,
+    "tool_answer": 0.04,
     "talk": 0.02,
 }
+# Weight of a learned token. Most tokens of a story are free choices; answers are not.
+TOKEN_WEIGHTS: Mapping[str, int] = dict.fromkeys(TASKS, 4) | {"story": 1, "needle": 8}
 
 
 def make_item(
@@ -102,7 +104,7 @@ def items(
     start: int = 0,
     max_tokens: int = 512,
     mixture: Mapping[str, float] = MIXTURE,
-    thinking_rate: float = 0.4,
+    thinking_rate: float = 0.3,
 ) -> Iterator[Item]:
     """Yields `count` items of a mixture from place `start`; any place can be computed alone.
 

@@ -1,4 +1,7 @@
-"""Needle recall: codes of people hidden in filler of 200 to 8,000 tokens."""
+"""Needle recall: codes of people hidden in filler, contexts of 64 to 8,192 tokens.
+
+Training items ask for every code in turn: a long context teaches more than one answer.
+"""
 
 import math
 import re
@@ -7,9 +10,10 @@ from deepinfer_jax.training.corpus import lexicon
 from deepinfer_jax.training.corpus.draw import Draw
 from deepinfer_jax.training.corpus.records import Item, Message
 
-MIN_TOKENS, MAX_TOKENS = 200, 8192
-# Tokens of the question, the template and the answer, at most.
-_OVERHEAD = 48
+MIN_TOKENS, MAX_TOKENS = 64, 8192
+# Tokens at most: of the template and a system turn; of a needle (the name may take four, the code
+# takes four); of a question with its answer.
+_OVERHEAD, _NEEDLE, _TURN = 20, 14, 30
 _PIECE = re.compile(r"\w+|[^\w\s]")
 
 
@@ -33,21 +37,26 @@ def _needle(name: str, code: str) -> str:
 
 
 def draw_length(draw: Draw, longest: int) -> int:
-    """Returns a length between 200 and `longest` tokens, log-uniformly."""
+    """Returns a length between 64 and `longest` tokens, log-uniformly."""
     return int(MIN_TOKENS * math.exp(math.log(longest / MIN_TOKENS) * draw.uniform()))
 
 
 def make(draw: Draw, split: str, key: str, thinking: bool, tokens: int | None) -> Item:
-    """Returns an item of at most `tokens` tokens with 1 to 4 codes, one of which is asked."""
+    """Returns an item of at most `tokens` tokens with 1 to 4 codes; the last question counts.
+
+    Outside the training split there is one question.
+    """
     tokens = tokens or draw_length(draw, MAX_TOKENS)
-    people = draw.sample(lexicon.names(split), draw.between(1, 4))
+    asks_all = split == "train"
+    room = (tokens - _OVERHEAD) // (_NEEDLE + _TURN) if asks_all else 4
+    people = draw.sample(lexicon.names(split), draw.between(1, max(1, min(4, room))))
     codes: list[str] = []
     while len(codes) < len(people):
         code = lexicon.draw_code(draw, split)
         if code not in codes:
             codes.append(code)
-    # A needle is at most 14 tokens: the name may take four, the code takes four.
-    budget = tokens - _OVERHEAD - 14 * len(people)
+    turns = len(people) if asks_all else 1
+    budget = tokens - _OVERHEAD - _NEEDLE * len(people) - _TURN * turns
     sentences: list[str] = []
     while budget > 0:
         text, size = draw.pick(_FILLERS)
@@ -55,17 +64,26 @@ def make(draw: Draw, split: str, key: str, thinking: bool, tokens: int | None) -
         budget -= size
     for name, code in zip(people, codes, strict=True):
         sentences.insert(draw.below(len(sentences) + 1), _needle(name, code))
-    answer = _needle(people[0], codes[0])
-    depth = sentences.index(answer) / len(sentences)
-    context, question = " ".join(sentences), f"What is the code of {people[0]}?"
+    asked = list(zip(people, codes, strict=True))[:turns]
+    messages: list[Message] = []
+    for name, code in asked:
+        question = f"What is the code of {name}?"
+        text = question if messages else f"{' '.join(sentences)}\n\n{question}"
+        messages += [
+            Message(role="user", content=text),
+            Message(role="assistant", content=_needle(name, code)),
+        ]
+    answer, code = messages[-1].content, asked[-1][1]
     return Item(
         task="needle",
         key=key,
         answer=answer,
-        messages=(
-            Message(role="user", content=f"{context}\n\n{question}"),
-            Message(role="assistant", content=answer),
-        ),
+        messages=tuple(messages),
         entities=(*people, *codes),
-        meta={"code": codes[0], "tokens": tokens, "depth": depth, "codes": tuple(codes)},
+        meta={
+            "code": code,
+            "tokens": tokens,
+            "depth": sentences.index(answer) / len(sentences),
+            "codes": tuple(codes),
+        },
     )

@@ -1,6 +1,6 @@
 """Fixed-length training rows that hold several items each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,7 @@ def pack(
     seed: int,
     *,
     pad_id: int,
-    prompt_weight: float = 0.0,
+    task_weights: Mapping[str, float] | None = None,
     align: int = 1,
 ) -> Packed:
     """Returns items packed into rows of `length` tokens, in an order drawn from `seed`.
@@ -67,7 +67,7 @@ def pack(
         length: tokens of a row.
         seed: orders the items and the rows.
         pad_id: id of empty places.
-        prompt_weight: weight of prompt tokens as targets; completions and plain text have 1.
+        task_weights: weight of completions and plain text by task, 1 if not given; prompts have 0.
         align: every item starts at a multiple of it (the compression ratio, for instance).
     """
     draw = Draw("pack", seed)
@@ -89,7 +89,7 @@ def pack(
             segments[row, place] = segment
             positions[row, place] = np.arange(len(item.ids))
             learned = (item.labels == COMPLETION) | (item.labels == TEXT)
-            weights[row, place] = np.where(learned, 1.0, prompt_weight)
+            weights[row, place] = learned * (task_weights or {}).get(item.item.task, 1.0)
             weights[row, start] = 0.0
             start += sizes[member]
     return Packed(ids, weights, segments, positions, labels, len(items) - len(ordered))

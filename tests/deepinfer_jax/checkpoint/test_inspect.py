@@ -49,6 +49,12 @@ def test_folder_is_compared_with_its_config(capsys, fixtures_dir):
     assert collect(str(fixtures_dir / "tiny_v41" / "config.json"))["coverage"] is None
 
 
+def test_the_embedded_checkpoint_has_a_name(capsys):
+    code, out, _ = run(capsys, "nano")
+    assert code == 0
+    assert "complete: " in out
+
+
 def test_incomplete_folder_is_reported_and_fails(capsys, copy_of):
     copy = copy_of("tiny_v41")
     copy.add("surplus", ["BF16", [1], bytes(2)])

@@ -10,11 +10,12 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax.checkpoint.abstract import abstract_params
 from deepinfer_jax.loading import load
+from tests.golden.network import TINY
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load("nano", numerics="float32")
+    return load(TINY, numerics="float32")
 
 
 @pytest.fixture(scope="module")

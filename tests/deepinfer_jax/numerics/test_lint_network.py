@@ -12,6 +12,7 @@ from deepinfer_jax.loading import load
 from deepinfer_jax.model.cached import init_state, make_plan, prefill
 from deepinfer_jax.model.forward import draft, score
 from deepinfer_jax.numerics.lint import lint_program
+from tests.golden.network import TINY
 
 #: 8 x 11: no other axis of the programs is a multiple of it.
 ROWS = 88
@@ -21,7 +22,7 @@ QUICK = {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 @lru_cache(maxsize=4)
 def model(numerics, determinism):
-    return load("nano", numerics=numerics, determinism=determinism)
+    return load(TINY, numerics=numerics, determinism=determinism)
 
 
 def lint_score(chosen, length, rows):

@@ -10,13 +10,13 @@ from deepinfer_jax.checkpoint.inventory import tensor_inventory
 from deepinfer_jax.config.hf import config_from_hf, config_to_hf
 from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.errors import CheckpointError
-from deepinfer_jax.loading import EMBEDDED
 from deepinfer_jax.model.step import logits
 from deepinfer_jax.training.config import nano_config
 from deepinfer_jax.training.export import export_checkpoint
 from deepinfer_jax.training.forward import training_forward
 from deepinfer_jax.training.quantise import quantised_params
 from tests.deepinfer_jax.training.tiny_training import every_role_config, parameters, random_ids
+from tests.golden.network import TINY
 
 
 def test_nano_has_every_role_within_14_megabytes():
@@ -39,7 +39,7 @@ def test_exported_checkpoint_is_what_the_forward_pass_used(tmp_path):
     params = params.replace(layers=params.layers.replace(gate_bias=bias))
     used = jax.jit(quantised_params, static_argnums=1)(params, config)
     folder = export_checkpoint(
-        params, config, tmp_path / "out", tokenizer_from=EMBEDDED, shard_bytes=200_000
+        params, config, tmp_path / "out", tokenizer_from=TINY, shard_bytes=200_000
     )
     assert len(list(folder.glob("*.safetensors"))) > 2
     model = di.load(folder, numerics="float32", determinism="off")

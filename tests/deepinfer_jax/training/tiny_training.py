@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.loading import EMBEDDED, read_tokenizer
+from deepinfer_jax.loading import read_tokenizer
 from deepinfer_jax.model.engram.vocabulary import TokenMap, build_token_map
 from deepinfer_jax.training.config import nano_config
 from deepinfer_jax.training.init import init_params
+from tests.golden.network import TINY
 
 SMALL = {
     "hidden_size": 64,
@@ -64,7 +65,7 @@ def every_role_config():
 def parameters(config, seed=0):
     """Random parameters, noise on what starts as a constant so that it matters."""
     if config.vocab_size == 512:
-        token_map = build_token_map(read_tokenizer(EMBEDDED), config.engram, 512)
+        token_map = build_token_map(read_tokenizer(TINY), config.engram, 512)
     else:
         token_map = TokenMap((np.arange(config.vocab_size) % 50).astype(np.int32))
     return init_params(config, seed, token_map)

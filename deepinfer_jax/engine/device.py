@@ -1,0 +1,127 @@
+"""The device side of the engine as the host sees it: parameters, state, and what is dispatched.
+
+Every call returns at once; results are futures. The state is donated to each program in turn.
+"""
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.engine.layout import PlanLayout, blank
+from deepinfer_jax.engine.marks import edit_rows
+from deepinfer_jax.engine.program import EngineState, StepResult, run_step
+from deepinfer_jax.engine.scheduler import StepPlan
+from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.slots import init_slots, null_marks, set_marks_program
+from deepinfer_jax.model.registry import AnyParams, network_of
+from deepinfer_jax.model.slots import copy_block, copy_slot, put_checkpoint, take_checkpoint
+from deepinfer_jax.model.state import CacheLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A dispatched step: its plan, what it will return, saved windows of `plan.checkpoints`."""
+
+    plan: StepPlan
+    result: StepResult
+    windows: list[dict[str, jax.Array]]
+
+
+class Device:
+    """Owns the engine's state on the device.
+
+    alternatives: k of log-probabilities.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: AnyParams,
+        cache: CacheLayout,
+        *,
+        stop_ids: int,
+        alternatives: int,
+    ) -> None:
+        """Allocates the state beside the parameters."""
+        self.config, self.params, self.alternatives = config, params, alternatives
+        self._place = params.embed.sharding
+        state = EngineState(
+            cache=network_of(config).init_cache(config, cache),
+            slots=init_slots(cache.num_slots, config.vocab_size, stop_ids),
+        )
+        # Where the parameters are: a state that moves after its first step would compile twice.
+        self._state = jax.device_put(state, self._place)
+
+    def dispatch(self, plan: StepPlan) -> Flight:
+        """Starts a step, after what it needs; nothing waits."""
+        for action, arguments in plan.before:
+            getattr(self, action)(*arguments)
+        self._state, result = run_step(
+            self.params,
+            self._state,
+            jax.device_put(plan.vector, self._place),
+            config=self.config,
+            layout=plan.layout,
+            alternatives=self.alternatives,
+        )
+        wanted = [result.tokens]
+        wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
+        wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
+        windows = []
+        for chunk in plan.checkpoints:
+            words = self._words(chunk.sequence.slot, chunk.stop)
+            windows.append(take_checkpoint(self.config, self._state.cache, *words))
+            wanted += windows[-1].values()
+        for leaf in wanted:
+            leaf.copy_to_host_async()
+        return Flight(plan, result, windows)
+
+    def restore(self, slot: int, length: int, leaves: dict[str, np.ndarray]) -> None:
+        """Puts the window state that was saved after `length` tokens into a slot."""
+        words, leaves = self._words(slot, length), jax.device_put(leaves, self._place)
+        cache = put_checkpoint(self.config, self._state.cache, *words, leaves)
+        self._state = replace(self._state, cache=cache)
+
+    def copy(self, source: int, target: int, blocks: Items[tuple[int, int]]) -> None:
+        """Copies a slot and some blocks: (source, target) pairs."""
+        cache = copy_slot(self._state.cache, *self._words(source, target))
+        for pair in blocks:
+            cache = copy_block(cache, *self._words(*pair))
+        self._state = replace(self._state, cache=cache)
+
+    def edit(self, sequence: Sequence) -> None:
+        """Writes the logit edits of a sequence that is about to start."""
+        self._mark(sequence.slot, edit_rows(sequence, self.config.vocab_size))
+
+    def warm_up(self, layouts: Items[PlanLayout]) -> dict[str, float]:
+        """Compiles every program; returns seconds by name.
+
+        Steps without rows, and the null slot, which nothing reads.
+        """
+        seconds = {}
+        for layout in layouts:
+            begin = time.perf_counter()
+            flight = self.dispatch(StepPlan(layout=layout, vector=blank(layout)[0]))
+            jax.block_until_ready(flight.result)
+            seconds[f"step of {layout.rows} rows"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        saved = take_checkpoint(self.config, self._state.cache, *self._words(0, 0))
+        self.restore(0, 0, jax.device_get(saved))
+        self.copy(0, 0, [(0, 0)])
+        self._mark(0, null_marks(self.config.vocab_size))
+        jax.block_until_ready(self._state)
+        seconds["windows, copies and edits"] = time.perf_counter() - begin
+        return seconds
+
+    def _mark(self, slot: int, rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        words, rows = self._words(slot), jax.device_put(rows, self._place)
+        slots = set_marks_program(self._state.slots, *words, *rows)
+        self._state = replace(self._state, slots=slots)
+
+    def _words(self, *values: int) -> Any:
+        return jax.device_put(tuple(np.int32(value) for value in values), self._place)

@@ -1,0 +1,410 @@
+"""The engine: requests in, steps on the device, results out (engine.md 1.3, 2.6).
+
+A thin host loop over a pure step function. `step` plans, dispatches, and reads the result of the
+step `async_depth` steps ago: while the device works, the host prepares the next plan. One thread;
+given the same calls it does the same things.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from deepinfer_jax.cache.block_cache import BlockCache
+from deepinfer_jax.cache.hit import hit_rule
+from deepinfer_jax.cache.keys import root_key
+from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
+from deepinfer_jax.engine.device import Device, Flight
+from deepinfer_jax.engine.output import FinishReason, StreamDelta
+from deepinfer_jax.engine.request import Request, RequestFactory
+from deepinfer_jax.engine.scheduler import Limits, Scheduler, StepPlan
+from deepinfer_jax.engine.sequence import Phase, Sequence
+from deepinfer_jax.engine.sizes import engine_capacity, plan_layouts
+from deepinfer_jax.engine.slots import AT_LENGTH, AT_STOP, FAILED
+from deepinfer_jax.engine.snapshot import pack_request, unpack_request
+from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.engine.trace import Trace
+from deepinfer_jax.errors import InputError
+from deepinfer_jax.loading import Model
+from deepinfer_jax.sampling.edits import GRAMMAR
+from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.sampling.random import fresh_seed
+
+
+class Engine:
+    """Runs requests of one model; see `submit` and `step`.
+
+    clock: seconds, for metrics and deadlines.
+
+    Raises:
+        ConfigError: an option the model cannot honour.
+        CapacityError: the cache does not fit its budget.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        runtime: RuntimeConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Allocates the state; programs compile at `warm_up` or at the first step."""
+        self.model, self.runtime = model, runtime or RuntimeConfig()
+        self.clock, runtime = clock, self.runtime
+        execution = replace(model.config.execution, replay=runtime.replay)
+        self.config = replace(model.config, execution=execution)
+        self.max_len = runtime.longest(self.config)
+        self.capacity = engine_capacity(self.config, runtime)
+        self._weights = 0
+        self._requests: dict[str, Request] = {}
+        self._owner: dict[Sequence, Request] = {}
+        self._flights: deque[Flight] = deque()
+        self._numbers = 0
+        self.counters: Counter[str] = Counter()
+        self.trace = Trace(clock)
+        rule = hit_rule(
+            self.config,
+            block_tokens=runtime.block_tokens,
+            replay=runtime.replay,
+            keep_tokens=runtime.replay_keep_tokens,
+            restore=runtime.prefix_restore,
+            rollback=ROLLBACK,
+        )
+        limits = Limits(
+            layouts=plan_layouts(self.config, runtime, self.capacity),
+            depth=runtime.async_depth,
+            prefix_cache=runtime.prefix_cache,
+            eos=self.config.eos_token_id,
+            rule=rule,
+        )
+        blocks = BlockCache(
+            self.capacity.layout.num_blocks,
+            block_tokens=runtime.block_tokens,
+            checkpoint_bytes=runtime.checkpoint_bytes,
+        )
+        self.scheduler = Scheduler(limits, blocks)
+        self._factory = RequestFactory(
+            config=self.config, runtime=runtime, tokenizer=model.tokenizer, max_len=self.max_len
+        )
+        self._device = Device(
+            self.config,
+            model.params,
+            self.capacity.layout,
+            stop_ids=runtime.max_stop_ids,
+            alternatives=min(runtime.max_logprobs, self.config.vocab_size),
+        )
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        ids: Items[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        sink: Callable[[StreamDelta], None] | None = None,
+    ) -> Request:
+        """Queues a request and returns it; `step` runs it.
+
+        Args:
+            ids: of the prompt.
+            params: what is asked for.
+            request_id: a name not in use; None takes the number of arrival.
+            sink: called with what is new of every completion, as it is read.
+
+        Raises:
+            InputError: it cannot be honoured.
+            TokenizerError: it needs text and there is no tokenizer.
+        """
+        params = params or SamplingParams()
+        seed = fresh_seed() if params.seed is None else params.seed
+        return self._enter(ids, params, request_id, sink, seed, ())
+
+    def _enter(
+        self,
+        ids: Items[int],
+        params: SamplingParams,
+        request_id: str | None,
+        sink: Callable[[StreamDelta], None] | None,
+        seed: int,
+        output_ids: Items[int],
+    ) -> Request:
+        name = str(self._numbers) if request_id is None else request_id
+        if name in self._requests:
+            raise InputError(f"request_id must not be in use, {name!r} is")
+        request = self._factory.build(
+            self._numbers,
+            ids,
+            params,
+            request_id=name,
+            root=self._root(params.cache_salt),
+            seed=seed,
+            now=self.clock(),
+            output_ids=output_ids,
+        )
+        self._numbers += 1
+        request.sink = sink
+        self._requests[name] = request
+        for sequence in request.sequences:
+            self._owner[sequence] = request
+            self.scheduler.add(sequence)
+            if sequence.room == 0 and not sequence.output.needs_prompt_scores:
+                self._end(sequence, "length")
+        self.counters["requests"] += 1
+        return request
+
+    def _root(self, salt: str) -> bytes:
+        options = (f"replay={self.runtime.replay}", f"keep={self.runtime.replay_keep_tokens}")
+        return root_key(self.config, weights=str(self._weights), salt=salt, options=options)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with reason "abort"; returns whether it was running or queued."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            self._end(sequence, "abort")
+        return True
+
+    def abort_all(self) -> None:
+        """Ends every request with reason "abort"."""
+        for name in list(self._requests):
+            self.abort(name)
+
+    def check(self, ids: Items[int], params: SamplingParams, name: str = "") -> None:
+        """Raises InputError or TokenizerError for a request that `submit` would refuse."""
+        self._factory.check(ids, params, name)
+
+    def fork(
+        self, request_id: str, params: SamplingParams, *, child: int = 0, **options: Any
+    ) -> Request:
+        """Queues a request that continues a running completion from where the host has read it.
+
+        Its prompt is the prompt and the output so far; cached rows are shared.
+
+        Raises:
+            InputError: no such request is running, or `params` cannot be honoured.
+        """
+        request = self._requests.get(request_id)
+        if request is None or child >= len(request.sequences):
+            raise InputError(f"only a running completion can be forked, got {request_id!r}")
+        parent = request.sequences[child]
+        return self.submit(parent.ids[: parent.count].tolist(), params, **options)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step is in flight."""
+        return bool(self._requests or self._flights)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def step(self) -> list[Request]:
+        """Plans and dispatches a step, reads what is due; returns the requests that are done now.
+
+        With nothing to dispatch, the oldest step in flight is read.
+        """
+        with jax.transfer_guard("disallow"):
+            self._expire()
+            with self.trace.span("plan"):
+                plan = self.scheduler.plan()
+            if plan is not None:
+                with self.trace.span("dispatch", rows=plan.rows, tokens=len(plan.emits)):
+                    self._flights.append(self._device.dispatch(plan))
+            due = self.runtime.async_depth if plan is not None else len(self._flights) - 1
+            while self._flights and len(self._flights) > max(due, 0):
+                self._read(self._flights.popleft())
+        if self.runtime.check:
+            self.scheduler.check()
+        return self._finished()
+
+    def drain(self) -> list[Request]:
+        """Runs until nothing is left; returns all requests that finished."""
+        done = []
+        while self.has_work:
+            done += self.step()
+        return done
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def _read(self, flight: Flight) -> None:
+        """Takes the result of a step; the only place where the host waits for the device."""
+        plan, result = flight.plan, flight.result
+        with self.trace.span("wait"):
+            rows = jax.device_get(result.tokens).tolist()
+            chosen = jax.device_get(result.chosen) if plan.wants_logprobs else None
+            prompt = jax.device_get(result.prompt) if plan.scores_prompt else None
+            windows = jax.device_get(flight.windows)
+        with self.trace.span("commit"):
+            now = self.clock()
+            if prompt is not None:
+                self._take_scores(plan, prompt)
+            for place, (sequence, generation) in enumerate(plan.emits):
+                if sequence.generation != generation:
+                    continue  # ended or preempted since
+                _, found, token, code, status = rows[place]
+                assert found == generation, f"result of generation {found}, not {generation}"
+                top = None if chosen is None else (chosen, place)
+                self._guard(sequence, self._take, sequence, token, code, status, top, now)
+            self.scheduler.written(plan)
+            for chunk, leaves in zip(plan.checkpoints, windows, strict=True):
+                sequence = chunk.sequence
+                if sequence.generation == chunk.generation:
+                    block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
+                    self.scheduler.cache.attach(block, leaves)
+            for chunk in plan.chunks:
+                sequence = chunk.sequence
+                is_last = chunk.stop == sequence.prompt_len
+                if sequence.room == 0 and is_last and sequence.generation == chunk.generation:
+                    self._end(sequence, "length")
+
+    def _take(
+        self,
+        sequence: Sequence,
+        token: int,
+        code: int,
+        status: int,
+        top: tuple[Any, int] | None,
+        now: float,
+    ) -> None:
+        request, output = self._owner[sequence], sequence.output
+        request.first_token = request.first_token or now
+        if code == FAILED:
+            self._end(sequence, "grammar" if status == GRAMMAR else "numerical")
+        elif code == AT_STOP:
+            self._end(sequence, "stop", token)
+        else:
+            sequence.append(token)
+            count = sequence.params.logprobs
+            if top is None or count is None:
+                output.push(token)
+            else:
+                record, place = top
+                pairs = zip(
+                    record.top_ids[place, :count].tolist(),
+                    record.top_logprobs[place, :count].tolist(),
+                    strict=True,
+                )
+                output.push(token, float(record.logprob[place]), tuple(pairs))
+            self.counters["tokens"] += 1
+            if output.finish_reason is not None:
+                self._end(sequence, output.finish_reason, output.stop_reason)
+            elif code == AT_LENGTH:
+                is_asked = sequence.room == sequence.params.max_tokens
+                self._end(sequence, "length" if is_asked else "capacity")
+            elif request.sink is not None:
+                request.sink(output.delta())
+
+    def _take_scores(self, plan: StepPlan, prompt: Any) -> None:
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            scores = self._owner[sequence].prompt_scores if sequence in self._owner else None
+            stop = min(chunk.stop, sequence.prompt_len - 1)
+            late = sequence.generation != chunk.generation
+            if late or scores is None or sequence.child or stop <= chunk.start:
+                continue
+            where, rows = slice(chunk.start, stop), slice(chunk.row, chunk.row + stop - chunk.start)
+            scores[0][where] = prompt.logprob[rows]
+            scores[1][where] = prompt.top_ids[rows, : scores[1].shape[1]]
+            scores[2][where] = prompt.top_logprobs[rows, : scores[2].shape[1]]
+            sequence.output.needs_prompt_scores = stop < sequence.prompt_len - 1
+
+    def _guard(self, sequence: Sequence, act: Callable[..., None], *arguments: Any) -> None:
+        """Runs a request's own host work; what it raises ends that request alone."""
+        try:
+            act(*arguments)
+        except Exception as error:
+            self._owner[sequence].error = error
+            self.counters["errors"] += 1
+            self._end(sequence, "error")
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
+        if sequence.phase is Phase.DONE:
+            return
+        self.scheduler.end(sequence)
+        if sequence.output.finish_reason is None:
+            sequence.output.end(reason, stop)
+        request = self._owner[sequence]
+        if request.sink is not None:
+            try:
+                request.sink(sequence.output.delta())
+            except Exception as error:
+                request.error = request.error or error
+        self.counters[f"finished_{reason}"] += 1
+
+    def _finished(self) -> list[Request]:
+        done = [request for request in self._requests.values() if request.is_done]
+        now = self.clock() if done else 0.0
+        for request in done:
+            request.ended = now
+            del self._requests[request.request_id]
+            for sequence in request.sequences:
+                del self._owner[sequence]
+        return done
+
+    def _expire(self) -> None:
+        for request in list(self._requests.values()):
+            limit = request.params.deadline_s
+            if limit is not None and self.clock() - request.submitted >= limit:
+                for sequence in request.sequences:
+                    self._end(sequence, "deadline")
+
+    # -- the whole --------------------------------------------------------------------------------
+
+    def warm_up(self) -> dict[str, float]:
+        """Compiles every program the engine can need; returns seconds by name."""
+        return self._device.warm_up(self.scheduler.limits.layouts)
+
+    def replace_params(self, params: Any) -> None:
+        """Uses other weights of the same shapes from the next step on; forgets all prefixes.
+
+        Raises:
+            InputError: a leaf differs in shape or dtype, or requests are running.
+        """
+        if self.has_work:
+            raise InputError("weights are replaced between requests: drain or abort them first")
+        old, new = (
+            jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+            for tree in (self._device.params, params)
+        )
+        if old != new:
+            raise InputError("replace_params needs a tree of the same structure, shapes and dtypes")
+        self._device.params = params
+        self._weights += 1
+        self.scheduler.cache.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns every unfinished request as plain values: prompt, params, seed, output.
+
+        `restore` continues them, here or in another process: with a seed and at "batch" the
+        tokens are those of an uninterrupted run. Requests with n > 1 begin anew.
+        """
+        return {"requests": [pack_request(request) for request in self._requests.values()]}
+
+    def restore(self, snapshot: dict[str, Any]) -> list[Request]:
+        """Queues the requests of a snapshot.
+
+        Raises:
+            InputError: one cannot be honoured here; those before it are queued.
+        """
+        return [
+            self._enter(found.ids, found.params, found.request_id, None, found.seed, found.output)
+            for found in map(unpack_request, snapshot["requests"])
+        ]
+
+    def stats(self) -> EngineStats:
+        """Returns counters and gauges as of now."""
+        scheduler = self.scheduler
+        return EngineStats(
+            counters=dict(scheduler.counters + self.counters),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.active),
+            in_flight=len(self._flights),
+            depth=self.runtime.async_depth,
+            slots=self.runtime.max_seqs,
+            blocks=self.capacity.layout.num_blocks - 1,
+            cache=scheduler.cache.stats(),
+        )

@@ -1,0 +1,381 @@
+"""Which rows run next: continuous batching over slots and cache blocks (engine.md 2.6, 6.3).
+
+Host integers only. `plan` uses what the host knows, which is up to `depth` steps late, and upper
+bounds for the rest; `commit` takes the results in order. Sequences are served by rank (priority,
+then arrival): decode rows first, then prompt chunks, then new admissions while slots and blocks
+last. When a block is missing the sequence of the last rank gives up its own and is recomputed
+later, so that the first always finishes.
+"""
+
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.cache.block_cache import BlockCache
+from deepinfer_jax.cache.capacity import admissible, blocks_for
+from deepinfer_jax.cache.hit import (
+    HitRule,
+    Miss,
+    checkpoint_positions,
+    usable_hit,
+)
+from deepinfer_jax.engine.admission import write_admission
+from deepinfer_jax.engine.layout import ANCHOR, PlanLayout, PlanParts, blank
+from deepinfer_jax.engine.sequence import Phase, Sequence
+from deepinfer_jax.errors import CacheError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What scheduling obeys.
+
+    layouts: by rows, ascending; the last is the budget of a step. depth: results outstanding.
+    prefix_cache: whether blocks are shared. eos: ids that end a sequence.
+    """
+
+    layouts: tuple[PlanLayout, ...]
+    depth: int
+    prefix_cache: bool
+    eos: int
+    rule: HitRule
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows [start, stop) of one sequence in a step; generation guards late results."""
+
+    sequence: Sequence
+    generation: int
+    start: int
+    stop: int
+    row: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: the packed vector, and what the host must do around and after it.
+
+    before: device actions ahead of the step, as (name, arguments). checkpoints: chunks after which
+    the window state is saved. emits: (sequence, generation) of every token row.
+    """
+
+    layout: PlanLayout
+    vector: np.ndarray
+    before: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    emits: list[tuple[Sequence, int]] = field(default_factory=list)
+    checkpoints: list[Chunk] = field(default_factory=list)
+    rows: int = 0
+    wants_logprobs: bool = False
+    scores_prompt: bool = False
+
+
+class Scheduler:
+    """Owns the queue, the slots and the blocks."""
+
+    def __init__(self, limits: Limits, cache: BlockCache) -> None:
+        """Starts empty; `cache` has the blocks that the device state has."""
+        self.limits = limits
+        self.cache = cache
+        self.waiting: list[Sequence] = []
+        self.active: list[Sequence] = []  # by rank
+        self.free_slots = list(range(limits.layouts[-1].slots, 0, -1))
+        self.counters: Counter[str] = Counter()
+        self._generation = 0
+        self._deltas: list[tuple[int, int, int]] = []
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        insort(self.waiting, sequence, key=lambda s: s.rank)
+
+    def end(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; its blocks and its slot are free at once.
+
+        Steps in flight run before any later plan on the device, so what they still write is
+        overwritten by the next owner before it is read.
+        """
+        if sequence.phase is Phase.DONE:
+            return
+        if sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self._give_up(sequence)
+        sequence.phase = Phase.DONE
+
+    def _give_up(self, sequence: Sequence) -> None:
+        self.active.remove(sequence)
+        self.cache.release(sequence.blocks)
+        self.free_slots.append(sequence.slot)
+        slot = sequence.slot
+        self._deltas = [entry for entry in self._deltas if entry[0] != slot]
+        sequence.blocks = []
+        sequence.slot = sequence.generation = 0
+        sequence.computed = sequence.written = sequence.published = 0
+        sequence.planned = sequence.produced
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._give_up(sequence)
+        sequence.phase = Phase.WAITING
+        sequence.preemptions += 1
+        self.counters["preemptions"] += 1
+        self.add(sequence)
+
+    # -- planning ---------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Returns the next step, or None if nothing can run before a result is read."""
+        budget = self.limits.layouts[-1]
+        vector, parts = blank(budget)
+        plan = StepPlan(layout=budget, vector=vector)
+        admitted: list[Sequence] = []
+        self._fork(plan, admitted)
+        self._decode(plan, parts)
+        for sequence in list(self.active):
+            if sequence.phase is Phase.PREFILL:
+                self._chunk(plan, parts, sequence)
+        self._admit(plan, parts, admitted)
+        if not plan.rows:
+            return None
+        for place, sequence in enumerate(admitted):
+            if sequence.slot:
+                write_admission(parts.admits[place], sequence, self.limits.rule, self.limits.eos)
+        for place, entry in enumerate(self._deltas):
+            parts.deltas[place] = entry
+        self._deltas = []
+        parts.header[:] = (plan.rows, len(plan.emits), plan.wants_logprobs, plan.scores_prompt)
+        self.counters["steps"] += 1
+        self.counters["rows"] += plan.rows
+        return self._fit(plan, parts)
+
+    def _fit(self, plan: StepPlan, parts: PlanParts) -> StepPlan:
+        """Moves the plan into the smallest layout that holds its rows."""
+        layout = next(one for one in self.limits.layouts if one.rows >= plan.rows)
+        if layout is not plan.layout:
+            vector, small = blank(layout)
+            for name in ("ids", "position", "slot", "target"):
+                getattr(small, name)[:] = getattr(parts, name)[: layout.rows]
+            for name in ("header", "emit", "deltas", "admits"):
+                getattr(small, name)[:] = getattr(parts, name)
+            plan.layout, plan.vector = layout, vector
+        return plan
+
+    def _decode(self, plan: StepPlan, parts: PlanParts) -> None:
+        """Plans one row for every running sequence, in order of rank."""
+        size = self.cache.block_tokens
+        row, slots = plan.rows, []
+        for sequence in list(self.active):
+            if sequence.phase is not Phase.RUNNING or sequence.planned >= sequence.room:
+                continue
+            if sequence.computed >= len(sequence.blocks) * size and not self._grow(sequence):
+                continue
+            start = sequence.computed
+            sequence.computed = start + 1
+            sequence.planned += 1
+            plan.chunks.append(Chunk(sequence, sequence.generation, start, start + 1, row))
+            plan.emits.append((sequence, sequence.generation))
+            plan.wants_logprobs |= sequence.params.logprobs is not None
+            slots.append(sequence.slot)
+            row += 1
+        stop = plan.rows + len(slots)
+        parts.ids[plan.rows : stop] = ANCHOR
+        parts.slot[plan.rows : stop] = slots
+        parts.emit[: len(slots)] = np.arange(plan.rows, stop)
+        plan.rows = stop
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Gives the sequence one more block, taking it from the last rank if need be."""
+        while (found := self.cache.allocate(1)) is None:
+            victim = self.active[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._deltas.append((sequence.slot, len(sequence.blocks), found[0]))
+        sequence.blocks += found
+        return True
+
+    def _chunk(self, plan: StepPlan, parts: PlanParts, sequence: Sequence) -> None:
+        """Plans as many prompt rows of a sequence as the budget and its next cut allow."""
+        start, end = sequence.computed, sequence.count
+        cut = next((position for position in sequence.cuts if position > start), end)
+        count = min(plan.layout.rows - plan.rows, cut - start, end - start)
+        if count <= 0:
+            return
+        row, stop = plan.rows, start + count
+        rows = slice(row, row + count)
+        parts.ids[rows] = sequence.ids[start:stop]
+        parts.position[rows] = np.arange(start, stop)
+        parts.slot[rows] = sequence.slot
+        if sequence.params.prompt_logprobs is not None and sequence.child == 0:
+            following = sequence.ids[start + 1 : min(stop + 1, sequence.prompt_len)]
+            parts.target[rows] = -1
+            parts.target[row : row + len(following)] = following
+            plan.scores_prompt |= sequence.output.needs_prompt_scores
+        plan.rows += count
+        sequence.computed = stop
+        chunk = Chunk(sequence, sequence.generation, start, stop, row)
+        plan.chunks.append(chunk)
+        if stop in sequence.cuts:
+            plan.checkpoints.append(chunk)
+        if stop == end and sequence.room > 0:
+            parts.emit[len(plan.emits)] = row + count - 1
+            plan.emits.append((sequence, sequence.generation))
+            plan.wants_logprobs |= sequence.params.logprobs is not None
+            sequence.planned += 1
+        if stop == end:
+            sequence.phase = Phase.RUNNING
+
+    def _admit(self, plan: StepPlan, parts: PlanParts, admitted: list[Sequence]) -> None:
+        """Starts waiting sequences in order of rank until something is missing."""
+        for sequence in list(self.waiting):
+            if plan.rows >= plan.layout.rows or not self.free_slots:
+                return
+            parent = sequence.parent
+            if parent is not None and parent.phase in (Phase.WAITING, Phase.PREFILL):
+                continue  # its rows can be copied soon
+            if not self._start(plan, sequence):
+                return
+            admitted.append(sequence)
+            self._chunk(plan, parts, sequence)
+
+    def _start(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Gives a waiting sequence its slot and the blocks of its tokens, or changes nothing."""
+        cache, rule, size = self.cache, self.limits.rule, self.cache.block_tokens
+        tokens = sequence.ids[: sequence.count]
+        bypass = self._bypass(sequence)
+        match = None if bypass else cache.match(sequence.root, tokens)
+        matched, held = (match.tokens, match.checkpoints) if match else (0, ())
+        prompt = sequence.prompt_len
+        hit = usable_hit(rule, len(tokens), matched, held, prompt=prompt, bypass=bypass)
+        reused = match.blocks[: hit.length // size] if match else []
+        need = blocks_for(len(tokens), size) - len(reused)
+        room = plan.layout.deltas - len(self._deltas)
+        if len(reused) + need > room:
+            return False
+        cache.acquire(reused)
+        fits = admissible(
+            available=cache.available,
+            need=need,
+            running=len(self.active),
+            lookahead=self.limits.depth + 1,
+            block_tokens=size,
+            num_blocks=cache.num_blocks,
+        )
+        found = cache.allocate(need) if fits else None
+        if found is None:
+            cache.release(reused)
+            return False
+        cache.record(hit)
+        first = max(0, hit.length - rule.recomputed_rows)
+        leaves = cache.checkpoint(reused[-1]) if hit.length == first > 0 else None
+        self._occupy(plan, sequence, reused + found, reused=hit.length, first=first)
+        if leaves is not None:
+            plan.before.append(("restore", (sequence.slot, hit.length, leaves)))
+        sequence.published = len(reused)
+        sequence.written = hit.length
+        if sequence.cached is None:
+            sequence.cached = hit.length
+            sequence.output.cache_reason = None if hit.reason is None else str(hit.reason)
+        if self.limits.prefix_cache and rule.restore == "checkpoint":
+            cuts = checkpoint_positions(rule, prompt)
+            sequence.cuts = tuple(cut for cut in cuts if cut > hit.length)
+        return True
+
+    def _bypass(self, sequence: Sequence) -> Miss | None:
+        if not self.limits.prefix_cache:
+            return Miss.PREFIX_CACHE_OFF
+        if sequence.params.bypass_prefix_cache:
+            return Miss.BYPASS
+        if sequence.output.needs_prompt_scores:
+            return Miss.PROMPT_LOGPROBS
+        return None
+
+    def _occupy(
+        self, plan: StepPlan, sequence: Sequence, blocks: list[int], *, reused: int, first: int
+    ) -> None:
+        self._generation += 1
+        self.waiting.remove(sequence)
+        insort(self.active, sequence, key=lambda s: s.rank)
+        sequence.phase = Phase.PREFILL
+        sequence.slot = self.free_slots.pop()
+        sequence.generation = self._generation
+        sequence.blocks = blocks
+        sequence.reused, sequence.first, sequence.computed = reused, first, first
+        sequence.planned = sequence.produced
+        sequence.cuts = ()
+        self._deltas += [(sequence.slot, place, block) for place, block in enumerate(blocks)]
+        if sequence.has_edits:
+            plan.before.append(("edit", (sequence,)))
+
+    def _fork(self, plan: StepPlan, admitted: list[Sequence]) -> None:
+        """Starts children whose sibling has just computed the prompt from a copy of its rows.
+
+        The copy is one token short: the last prompt row runs again and gives the child its own
+        first token.
+        """
+        size = self.cache.block_tokens
+        for child in [s for s in self.waiting if s.parent is not None]:
+            parent, length = child.parent, child.prompt_len
+            ready = parent is not None and parent.phase is Phase.RUNNING
+            if parent is None or not ready or parent.computed != length or child.produced:
+                continue
+            shared = parent.blocks[: (length - 1) // size]
+            fits = len(parent.blocks) <= plan.layout.deltas - len(self._deltas)
+            if not self.free_slots or not fits:
+                return
+            found = self.cache.allocate(len(parent.blocks) - len(shared))
+            if found is None:
+                return
+            self.cache.acquire(shared)
+            self._occupy(plan, child, shared + found, reused=length - 1, first=length - 1)
+            pairs = tuple(zip(parent.blocks[len(shared) :], found, strict=True))
+            plan.before.append(("copy", (parent.slot, child.slot, pairs)))
+            child.written = length - 1
+            child.published = len(shared) if self.limits.prefix_cache else 0
+            child.cached = length - 1
+            admitted.append(child)
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def written(self, plan: StepPlan) -> None:
+        """Records that the rows of a plan are in the cache; publishes full blocks."""
+        size = self.cache.block_tokens
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.generation != chunk.generation or not sequence.generation:
+                continue
+            sequence.written = max(sequence.written, chunk.stop)
+            full = sequence.written // size
+            if not self.limits.prefix_cache or full <= sequence.published:
+                continue
+            if sequence.params.bypass_prefix_cache:
+                continue
+            before = sequence.blocks[sequence.published : full]
+            tokens = sequence.ids[: full * size]
+            after = self.cache.publish(
+                sequence.root, tokens, sequence.blocks, sequence.published, full
+            )
+            for place, (old, new) in enumerate(zip(before, after, strict=True)):
+                if old != new:
+                    where = sequence.published + place
+                    self._deltas.append((sequence.slot, where, new))
+            sequence.blocks[sequence.published : full] = after
+            sequence.published = full
+
+    def check(self) -> None:
+        """Checks the conservation of slots and blocks.
+
+        Raises:
+            CacheError: a slot or block is lost or used twice.
+        """
+        self.cache.check()
+        used = sorted([s.slot for s in self.active] + self.free_slots)
+        if used != list(range(1, self.limits.layouts[-1].slots + 1)):
+            raise CacheError(f"every slot must be free or used once, they are {used}")
+        held = Counter(block for sequence in self.active for block in sequence.blocks)
+        if held != self.cache.references():
+            raise CacheError("references to blocks must be those of active sequences")

@@ -1,0 +1,89 @@
+"""One completion on its way through the engine: tokens, cache blocks, place in the queue."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from deepinfer_jax.engine.completion import CompletionBuilder
+from deepinfer_jax.sampling.params import SamplingParams
+
+
+class Phase(StrEnum):
+    """Where a sequence is: queued, prompt being computed, decoding, ended."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion. Lengths count tokens; "planned" ones include steps in flight.
+
+    number, child: order of arrival. ids: prompt and committed output in one buffer, `count` of them
+    valid. room: most output tokens. seed: of this child. root: of the prefix tree. banned: ids of
+    `bad_words`. parent: another child of the same prompt, whose cache rows can be copied.
+
+    slot, generation: 0 while it has no slot. blocks: its cache blocks in order. reused: tokens
+    whose rows it found in the cache. first: first row it runs. computed: rows planned so far.
+    written: rows whose step was read. published: blocks in the prefix tree. planned: output tokens
+    that planned steps give. cuts: positions at which a checkpoint is taken. cached: tokens reused
+    at its first admission.
+    """
+
+    number: int
+    child: int
+    params: SamplingParams
+    prompt_len: int
+    ids: np.ndarray
+    count: int
+    room: int
+    seed: int
+    root: bytes
+    output: CompletionBuilder
+    submitted: float
+    banned: tuple[int, ...] = ()
+    parent: "Sequence | None" = None
+    phase: Phase = Phase.WAITING
+    slot: int = 0
+    generation: int = 0
+    blocks: list[int] = field(default_factory=list)
+    reused: int = 0
+    first: int = 0
+    computed: int = 0
+    written: int = 0
+    published: int = 0
+    planned: int = 0
+    cuts: tuple[int, ...] = ()
+    cached: int | None = None
+    preemptions: int = 0
+
+    @property
+    def produced(self) -> int:
+        """Committed output tokens."""
+        return self.count - self.prompt_len
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order of admission; the last one is preempted first (engine.md 6.3)."""
+        return (-self.params.priority, self.number, self.child)
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether the sampler needs the sequence's token counts, biases or token set."""
+        params = self.params
+        return bool(
+            params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1
+            or params.logit_bias
+            or params.allowed_token_ids is not None
+            or self.banned
+        )
+
+    def append(self, token: int) -> None:
+        """Adds a committed token."""
+        self.ids[self.count] = token
+        self.count += 1

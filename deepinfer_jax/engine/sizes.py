@@ -1,0 +1,69 @@
+"""How large the engine's plans and its cache are."""
+
+from dataclasses import replace
+
+import jax
+
+from deepinfer_jax.cache.capacity import Capacity, plan_capacity
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
+from deepinfer_jax.engine.layout import PlanLayout
+from deepinfer_jax.model.step import plan_length
+
+CPU_CACHE_BYTES = 2**30
+GPU_CACHE_SHARE = 0.8
+
+
+def plan_layouts(
+    config: ModelConfig, runtime: RuntimeConfig, capacity: Capacity
+) -> tuple[PlanLayout, ...]:
+    """Returns the layouts of plans, by rows: one at "batch", where rows beyond the count are free.
+
+    Otherwise all rows of a plan are computed, so there is one per power of four.
+    """
+    tile = config.execution.row_tile
+    most = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs), tile)
+    sizes = [most]
+    if config.execution.determinism != "batch":
+        size = plan_length(1, tile)
+        sizes = []
+        while size < most:
+            sizes.append(size)
+            size *= 4
+        sizes.append(most)
+    deltas = capacity.layout.max_blocks + most // runtime.block_tokens + 2 * runtime.max_seqs + 64
+    return tuple(
+        PlanLayout(rows=size, slots=runtime.max_seqs, deltas=deltas, stop_ids=runtime.max_stop_ids)
+        for size in sizes
+    )
+
+
+def engine_capacity(config: ModelConfig, runtime: RuntimeConfig) -> Capacity:
+    """Returns slots and blocks for the budget, at most what all sequences at full length use.
+
+    Raises:
+        CapacityError: the budget holds less than one longest sequence.
+    """
+    tile = config.execution.row_tile
+    if config.execution.determinism != "batch":
+        tile = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs), tile)
+    device = jax.devices()[0]
+    budget = runtime.cache_bytes
+    if budget is None:
+        found = device.memory_stats() if device.platform != "cpu" else None
+        free = found["bytes_limit"] - found["bytes_in_use"] if found else None
+        budget = CPU_CACHE_BYTES if free is None else int(GPU_CACHE_SHARE * free)
+    capacity = plan_capacity(
+        config,
+        budget,
+        max_seqs=runtime.max_seqs,
+        max_len=runtime.longest(config),
+        block_tokens=runtime.block_tokens,
+        row_tile=tile,
+        rollback=ROLLBACK,
+    )
+    most = 1 + runtime.max_seqs * capacity.layout.max_blocks
+    if runtime.cache_bytes is not None or capacity.layout.num_blocks <= most:
+        return capacity
+    layout = replace(capacity.layout, num_blocks=most)
+    return replace(capacity, layout=layout)

@@ -1,0 +1,361 @@
+"""Evaluation of a checkpoint on corpus items of a held-out split, with exact scorers.
+
+Answers are greedy, stories are sampled. Everything is a function of (checkpoint, numerics, level,
+rows, seed): at level "batch" the grouping below is without effect on any token.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import count as counting
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.output import RequestOutput
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.llm import LLM
+from deepinfer_jax.loading import Model
+from deepinfer_jax.model.forward import score
+from deepinfer_jax.model.registry import AnyParams
+from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.training.corpus import (
+    Item,
+    calls_are_valid,
+    check,
+    check_story,
+    expected_text,
+    full_text,
+    make_item,
+    prompt_text,
+)
+
+SPLIT = "test"
+# A judged story continuation: about nine sentences, at the default temperature. The likeliest token
+# is no answer there: a story has no likeliest next event, and greedy text repeats one.
+STORY_TOKENS, STORY_TEMPERATURE = 64, 1.0
+# Sequences and rows of a step. With so few, prefill and decode are one program: compiling another
+# takes as long as thousands of tokens.
+MAX_SEQS, STEP_ROWS = 15, 16
+# Sequences up to this length share a cache size; longer ones have the next powers of two.
+SHORTEST = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: which items of the corpus, and how they are answered.
+
+    count: items by default. start: place in the stream of the first one. tokens: length of needle
+    items. sign: keeps arithmetic items of this sign only. temperature, max_tokens: 0 and None (what
+    the expected text needs and half as much again) unless given.
+    """
+
+    name: str
+    task: str
+    count: int
+    start: int = 0
+    thinking: bool = False
+    tokens: int | None = None
+    sign: str = ""
+    temperature: float = 0.0
+    max_tokens: int | None = None
+
+
+ROWS = (
+    Row(
+        name="story",
+        task="story",
+        count=20,
+        temperature=STORY_TEMPERATURE,
+        max_tokens=STORY_TOKENS,
+    ),
+    Row(name="question", task="question", count=40),
+    Row(name="extraction", task="extraction", count=60),
+    Row(name="extraction-thinking", task="extraction", count=20, thinking=True),
+    Row(name="arithmetic", task="arithmetic", count=40),
+    Row(name="arithmetic-thinking", task="arithmetic", count=20, thinking=True),
+    # Other items than those of "arithmetic".
+    Row(name="addition", task="arithmetic", count=80, start=10_000, sign="+"),
+    Row(name="list", task="list", count=30),
+    Row(name="trace", task="trace", count=30),
+    Row(name="needle-1k", task="needle", count=40, tokens=1000),
+    Row(name="needle-4k", task="needle", count=5, tokens=4000),
+    Row(name="needle-8k", task="needle", count=2, tokens=8000),
+    Row(name="tool_call", task="tool_call", count=40),
+    Row(name="tool_answer", task="tool_answer", count=20),
+    Row(name="talk", task="talk", count=10),
+)
+LOOPS = Row(name="loops", task="story", count=20, start=20_000, temperature=0.7, max_tokens=200)
+PERPLEXITY = Row(name="perplexity", task="story", count=16, start=30_000)
+NAMES = (*(row.name for row in ROWS), LOOPS.name, PERPLEXITY.name)
+TASK_NAMES = tuple(dict.fromkeys(row.task for row in ROWS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One item of a row as a request: prompt ids and sampling."""
+
+    __no_type_check__: ClassVar[bool] = True  # made here only
+
+    row: Row
+    item: Item
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+    @property
+    def length(self) -> int:
+        """Most tokens of prompt and answer."""
+        return len(self.prompt_ids) + self.params.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model wrote for an item. calls_valid: None where no tool call is expected."""
+
+    row: str
+    key: str
+    text: str
+    tokens: int
+    finish_reason: str
+    is_sampled: bool
+    correct: bool
+    calls_valid: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """One line of the table. calls: items that expect a tool call; valid_calls: right in form."""
+
+    name: str
+    count: int
+    correct: int
+    mean_tokens: float
+    calls: int = 0
+    valid_calls: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share of correct answers."""
+        return self.correct / self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """Of whole stories after the begin-of-text token, end included; per token of this tokenizer."""
+
+    stories: int
+    tokens: int
+    perplexity: float
+    bits_per_character: float  # comparable between tokenizers
+
+
+def choose_rows(names: Sequence[str] | None, count: int | None = None) -> tuple[Row, ...]:
+    """Returns the rows of these names or tasks (None: all), each with `count` items if given.
+
+    Raises:
+        ConfigError: A name that is neither a row nor a task, or a count below 1.
+    """
+    rows = (*ROWS, LOOPS, PERPLEXITY)
+    unknown = [name for name in names or () if name not in NAMES + TASK_NAMES]
+    if unknown or (names is not None and not names):
+        raise ConfigError(
+            f"tasks must be rows ({', '.join(NAMES)}) or tasks ({', '.join(TASK_NAMES)}), got "
+            f"{unknown or 'none'}: correct the names"
+        )
+    if count is not None and count < 1:
+        raise ConfigError(
+            f"n must be at least 1 item a row, got {count}: leave it out, or raise it"
+        )
+    if names is not None:
+        rows = [r for r in rows if r.name in names or (r in ROWS and r.task in names)]
+    return tuple(row if count is None else replace(row, count=count) for row in rows)
+
+
+def demo_rows() -> tuple[Row, ...]:
+    """Returns the rows of a demonstration: a story and an extraction, one item a seed."""
+    shown = ("story", "extraction")
+    return tuple(replace(row, count=1) for row in ROWS if row.name in shown)
+
+
+def row_items(row: Row, seed: int) -> list[Item]:
+    """Returns the items of a row, from the split that training never sees."""
+    found: list[Item] = []
+    for index in counting(row.start):
+        if len(found) == row.count:
+            return found
+        item = make_item(
+            row.task,
+            split=SPLIT,
+            seed=seed,
+            index=index,
+            thinking=row.thinking,
+            tokens=row.tokens,
+        )
+        if item.meta.get("sign", "").startswith(row.sign):
+            found.append(item)
+    raise AssertionError("an endless stream has ended")
+
+
+def make_trials(llm: LLM, row: Row, seed: int) -> list[Trial]:
+    """Returns the items of a row as requests, each with a sampling seed of its own."""
+    items = row_items(row, seed)
+    return [make_trial(llm, row, item, 1000 * seed + place) for place, item in enumerate(items)]
+
+
+def make_trial(llm: LLM, row: Row, item: Item, seed: int = 0) -> Trial:
+    """Returns an item as a request; `seed` is of its sampling."""
+    room = row.max_tokens
+    if room is None:
+        room = len(llm.encode(expected_text(item))) * 3 // 2 + 8
+    params = SamplingParams(temperature=row.temperature, max_tokens=room, seed=seed)
+    return Trial(row=row, item=item, prompt_ids=tuple(llm.encode(prompt_text(item))), params=params)
+
+
+def run_trials(
+    model: Model,
+    trials: Sequence[Trial],
+    *,
+    workers: int = 1,
+    report: Callable[[int], None] = lambda done: None,
+) -> list[Answer]:
+    """Returns the judged answers in the order of the trials.
+
+    Args:
+        model: The checkpoint.
+        trials: Of any rows; those of about one length run together.
+        workers: Batches that run (and compile) at the same time.
+        report: Called with the number of new answers after each batch.
+    """
+    answers: dict[int, Answer] = {}
+    batches = make_batches([t.length for t in trials], model.config.max_position_embeddings)
+    with ThreadPoolExecutor(workers) as pool:
+        running = [
+            pool.submit(_run_batch, model, max_len, [(p, trials[p]) for p in places])
+            for max_len, places in batches
+        ]
+        for done in as_completed(running):
+            answers |= done.result()
+            report(len(done.result()))
+    return [answers[place] for place in range(len(trials))]
+
+
+def make_batches(lengths: Sequence[int], longest: int) -> list[tuple[int, list[int]]]:
+    """Returns (max_len, places) of batches, longest first; max_len is a power of two or `longest`.
+
+    The batches of one max_len are of about one size, so that one program serves them all.
+    """
+    groups: dict[int, list[int]] = {}
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        need = max(SHORTEST, 1 << (lengths[place] - 1).bit_length())
+        groups.setdefault(min(need, longest), []).append(place)
+    batches = []
+    for max_len, places in groups.items():
+        # Few long sequences at a time: their cache is no larger than that of many short ones.
+        most = max(1, min(MAX_SEQS, MAX_SEQS * 1024 // max_len))
+        parts = np.array_split(places, -(-len(places) // most))
+        batches += [(max_len, part.tolist()) for part in parts]
+    return batches
+
+
+def _run_batch(model: Model, max_len: int, batch: list[tuple[int, Trial]]) -> dict[int, Answer]:
+    """Returns the answers by place."""
+    runtime = RuntimeConfig(max_seqs=MAX_SEQS, max_tokens_per_step=STEP_ROWS, max_len=max_len)
+    outputs = LLM(model, runtime=runtime).generate(
+        [list(trial.prompt_ids) for _, trial in batch],
+        [trial.params for _, trial in batch],
+        progress=False,
+    )
+    return {
+        place: judge(trial, output) for (place, trial), output in zip(batch, outputs, strict=True)
+    }
+
+
+def judge(trial: Trial, output: RequestOutput) -> Answer:
+    """Returns the answer with its verdict; of a loop check, that no sentence came three times."""
+    item, text = trial.item, output.text
+    if trial.row.name == LOOPS.name:
+        correct = check_story(f"{item.prompt}{text}").repeated < 3
+    else:
+        correct = check(item, text)
+    expects_call = item.task == "tool_call" and bool(item.messages[-1].calls)
+    return Answer(
+        row=trial.row.name,
+        key=item.key,
+        text=text,
+        tokens=len(output.token_ids),
+        finish_reason=output.finish_reason,
+        is_sampled=trial.params.temperature > 0,
+        correct=correct,
+        calls_valid=calls_are_valid(item, text) if expects_call else None,
+    )
+
+
+def summarise(answers: Iterable[Answer]) -> list[RowResult]:
+    """Returns one result a row, rows in the order of their first answer."""
+    by_row: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_row.setdefault(answer.row, []).append(answer)
+    return [
+        RowResult(
+            name=name,
+            count=len(own),
+            correct=sum(a.correct for a in own),
+            mean_tokens=sum(a.tokens for a in own) / len(own),
+            calls=sum(a.calls_valid is not None for a in own),
+            valid_calls=sum(a.calls_valid is True for a in own),
+        )
+        for name, own in by_row.items()
+    ]
+
+
+def flips(answers: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Returns the pairs of answers to one item of which one is correct and the other is not.
+
+    Sampled answers are left out: with other logits they are other draws.
+
+    Raises:
+        ValueError: The two are not answers to the same items in the same order.
+    """
+    pairs = list(zip(answers, others, strict=True))
+    if any((a.row, a.key) != (b.row, b.key) for a, b in pairs):
+        raise ValueError("flips compares answers to the same items in the same order")
+    return [(a, b) for a, b in pairs if not a.is_sampled and a.correct != b.correct]
+
+
+def story_perplexity(model: Model, row: Row, seed: int) -> Perplexity:
+    """Returns the perplexity of the row's stories under teacher forcing, by full recomputation.
+
+    Raises:
+        TokenizerError: The checkpoint has no tokenizer.
+    """
+    items = row_items(row, seed)
+    llm = LLM(model)
+    encoded = [llm.encode(full_text(item)) for item in items]
+    losses = jax.jit(_losses, static_argnums=1)
+    # One length, one program: what follows a token does not change its logits.
+    length = max(map(len, encoded))
+    total = 0.0
+    for ids in encoded:
+        padded = jnp.asarray(np.pad(np.asarray(ids, np.int32), (0, length - len(ids))))
+        found = np.asarray(losses(model.params, model.config, padded), np.float64)
+        total += float(found[: len(ids) - 1].sum())
+    tokens = sum(len(ids) - 1 for ids in encoded)
+    characters = sum(len(item.prompt) + len(item.answer) for item in items)
+    return Perplexity(
+        stories=len(items),
+        tokens=tokens,
+        perplexity=float(np.exp(total / tokens)),
+        bits_per_character=total / float(np.log(2)) / characters,
+    )
+
+
+def _losses(params: AnyParams, config: ModelConfig, ids: Int[Array, " t"]) -> Float[Array, " n"]:
+    """Returns the negative log-probability of every token but the first."""
+    logprobs = jax.nn.log_softmax(score(params, config, ids)[:-1])
+    return -jnp.take_along_axis(logprobs, ids[1:, None], axis=1)[:, 0]

@@ -1,0 +1,67 @@
+"""A story and a JSON extraction by nano, both checked; `make demo` runs this."""
+
+import argparse
+import time
+
+import deepinfer_jax as di
+from deepinfer_jax.training.corpus import Item, check_story
+from deepinfer_jax.training.evaluate import demo_rows, judge, make_trial, make_trials
+
+
+def main() -> None:
+    """Continues a story, extracts fields, says whether each is right and what it took."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the story and of the record")
+    parser.add_argument("--prompt", help="a text to continue instead of them")
+    parser.add_argument("--schema", help="a JSON schema that the continuation follows")
+    options = parser.parse_args()
+    if options.schema is not None:
+        parser.error(
+            f"an answer that follows a schema ({options.schema}) needs constrained decoding, which "
+            "does not exist yet: leave the schema out"
+        )
+
+    started = time.perf_counter()
+    # So few rows a step that prefill and decode are one compiled program.
+    runtime = di.RuntimeConfig(max_seqs=2, max_tokens_per_step=16, max_len=512)
+    llm = di.LLM("nano", runtime=runtime)
+    loaded = time.perf_counter()
+    print(f"demo: load {loaded - started:.1f} s; compiling and generating", flush=True)
+    story, extraction = demo_rows()
+    if options.prompt is None:
+        trials = [t for row in (story, extraction) for t in make_trials(llm, row, options.seed)]
+    else:
+        text = Item(task="story", key="prompt", prompt=options.prompt, answer="")
+        trials = [make_trial(llm, story, text, options.seed)]
+    outputs = llm.generate([list(t.prompt_ids) for t in trials], [t.params for t in trials])
+    ended = time.perf_counter()
+
+    for trial, output in zip(trials, outputs, strict=True):
+        print(f"\n{trial.row.name}:")
+        if trial.item.is_raw:
+            print(f"{trial.item.prompt} ...{output.text}")
+        else:
+            print(f"{trial.item.messages[-2].content}\n... {output.text}")
+        verdict = "yes" if judge(trial, output).correct else "no"
+        if trial.row is extraction:
+            print(f"correct: {verdict}")
+        else:
+            print(f"consistent: {verdict}{story_problems(trial.item.prompt + output.text)}")
+    compiled = max(output.metrics.first_token_s for output in outputs)
+    print(
+        f"\ndemo: compile (to the first tokens) {compiled:.1f} s, "
+        f"generate {ended - loaded - compiled:.1f} s"
+    )
+
+
+def story_problems(text: str) -> str:
+    """Returns what is wrong with a story, for people who gave their own prompt."""
+    report = check_story(text)
+    problems = [*report.contradictions, *(f"unknown form: {s}" for s in report.unknown)]
+    if report.repeated >= 3:
+        problems.append(f"a sentence {report.repeated} times")
+    return "".join(f"\n  {problem}" for problem in problems)
+
+
+if __name__ == "__main__":
+    main()

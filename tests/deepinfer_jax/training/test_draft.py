@@ -1,0 +1,277 @@
+"""Training of draft stages: the bulk form against inference, the loss, steps, resume, command."""
+
+import json
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deepinfer_jax as di
+from deepinfer_jax.cli.main import main
+from deepinfer_jax.errors import ConfigError, InputError
+from deepinfer_jax.training import draft as drafts
+from deepinfer_jax.training import loop as loops
+from deepinfer_jax.training.config import nano_config
+from deepinfer_jax.training.draft_forward import Blocks, block_hidden, block_logits, target_rows
+from deepinfer_jax.training.draft_loss import DraftLossSettings, draft_loss, draw_blocks
+from deepinfer_jax.training.export import export_checkpoint
+from deepinfer_jax.training.forward import training_config
+from deepinfer_jax.training.loop import LoopSettings, Packed, run_steps, save_packed
+from deepinfer_jax.training.quantise import quantised_params
+from deepinfer_jax.training.state import OptimiserSettings
+from tests.deepinfer_jax.training.tiny_training import SMALL, counting, parameters, random_ids
+
+SIZE, ANCHORS = 3, 4
+SETTINGS = OptimiserSettings(
+    steps=10, peak_rate=1e-2, warmup_steps=2, loss=DraftLossSettings(anchors=ANCHORS, seed=3)
+)
+IN_CHUNKS = DraftLossSettings(anchors=3, position_scale=2.0, logit_rows=6)
+
+
+def tiny_config():
+    """Two layers (window; Full of ratio 2) and two draft stages, without Engram."""
+    changes = {name: value for name, value in SMALL.items() if not name.startswith("engram_")}
+    changes |= {"num_nextn_predict_layers": 2, "dspark_block_size": SIZE}
+    changes |= {"dspark_target_layer_ids": [0, 1], "dspark_n_routed_experts": 2}
+    changes |= {"dspark_num_experts_per_tok": 1, "dspark_markov_rank": 8}
+    return training_config(
+        nano_config(
+            64,
+            50,
+            **changes,
+            num_hidden_layers=2,
+            compress_ratios=[0, 2, 0, 0],
+            kv_source_layer_ids=[1],
+            index_source_layer_ids=[1],
+            candidate_source_layer_id=None,
+            engram_layer_ids=[],
+            n_routed_experts=2,
+            index_topk=16,
+        )
+    )
+
+
+@cache
+def model():
+    """Config and parameters at stored values, noise on what starts as a constant."""
+    config, draw = tiny_config(), np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.1 * jnp.asarray(draw.standard_normal(leaf.shape), jnp.float32),
+        parameters(config),
+    )
+    return config, jax.jit(partial(quantised_params, config=config))(params)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_bulk_form_equals_one_draft_round():
+    config, params = model()
+    ids = random_ids(config, (2, 24))
+    # The shortest context, one within the window, one past it, and the last place of a row.
+    blocks = Blocks(
+        row=jnp.asarray([0, 0, 1, 1], jnp.int32), anchor=jnp.asarray([1, 6, 13, 20], jnp.int32)
+    )
+
+    @jax.jit
+    def bulk(params, previous):
+        rows = target_rows(params, config, ids)
+        hidden, _ = block_hidden(config, params.embed, params.draft, rows.taps, ids, blocks)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return block_logits(config, params.head, params.draft, flat, previous.reshape(-1))
+
+    rounds = [
+        di.draft(params, config, ids[row, : anchor + 1])
+        for row, anchor in zip(blocks.row.tolist(), blocks.anchor.tolist(), strict=True)
+    ]
+    anchors = ids[blocks.row, blocks.anchor]
+    previous = jnp.stack(
+        [jnp.concatenate([a[None], r.token_ids[:-1]]) for a, r in zip(anchors, rounds, strict=True)]
+    )
+    logits, confidence = bulk(params, previous)
+    wanted = np.stack([r.logits for r in rounds])
+    np.testing.assert_allclose(logits.reshape(wanted.shape), wanted, rtol=1e-4, atol=2e-5)
+    wanted = np.stack([r.confidence_logit for r in rounds])
+    np.testing.assert_allclose(confidence.reshape(wanted.shape), wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_blocks_lie_inside_their_rows_and_follow_the_weights():
+    weights = jnp.zeros((2, 40)).at[1, 20:24].set(4.0)
+    drawn = draw_blocks(jax.random.key(0), weights, SIZE, 6)
+    places = np.asarray(drawn.anchor).reshape(2, 6)
+    assert np.asarray(drawn.row).tolist() == [0] * 6 + [1] * 6
+    assert all(len(set(row)) == 6 for row in places.tolist())
+    # Blocks that predict a weighted token: 17 + 1 is the first, 22 + 1 the last place of one.
+    assert sorted(places[1].tolist()) == [17, 18, 19, 20, 21, 22]
+    again = draw_blocks(jax.random.key(0), weights, SIZE, 6)
+    np.testing.assert_array_equal(drawn.anchor, again.anchor)
+    every = draw_blocks(jax.random.key(1), jnp.ones((1, 9)), SIZE, 5)
+    assert sorted(every.anchor.tolist()) == [1, 2, 3, 4, 5]
+    with pytest.raises(ConfigError, match="5 places"):
+        draw_blocks(jax.random.key(0), jnp.ones((1, 9)), SIZE, 6)
+
+
+@cache
+def losses():
+    """Jitted (loss, metrics) and gradient of one batch, and what it was made of."""
+    config, params = model()
+    ids = random_ids(config, (2, 24), seed=4)
+    weights = jnp.asarray(np.random.default_rng(0).integers(0, 3, ids.shape), jnp.float32)
+    blocks = Blocks(
+        row=jnp.asarray([0, 0, 1], jnp.int32), anchor=jnp.asarray([2, 9, 20], jnp.int32)
+    )
+
+    def loss(draft, settings):
+        rows = target_rows(params, config, ids)
+        return draft_loss(draft, params, rows, config, ids, weights, blocks, settings)
+
+    pulled = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    return pulled, ids, weights, blocks
+
+
+def test_loss_is_the_one_of_the_specification():
+    config, params = model()
+    pulled, ids, weights, blocks = losses()
+    (value, metrics), _ = pulled(params.draft, IN_CHUNKS)
+    before = blocks.positions(SIZE)
+
+    @jax.jit
+    def pieces(params):
+        rows = target_rows(params, config, ids)
+        hidden, _ = block_hidden(config, params.embed, params.draft, rows.taps, ids, blocks)
+        flat, previous = hidden.reshape(-1, hidden.shape[-1]), ids[blocks.row[:, None], before]
+        target = jnp.einsum("btd,vd->btv", rows.hidden, params.head)
+        return target, *block_logits(config, params.head, params.draft, flat, previous.reshape(-1))
+
+    target, logits, raw = (np.asarray(x, np.float64) for x in pieces(params))
+    logits, raw = logits.reshape(3, SIZE, -1), raw.reshape(3, SIZE)
+    sums = dict.fromkeys(("cross_entropy", "l1", "confidence_loss"), 0.0)
+    total = 0.0
+    for block, (row, anchor) in enumerate(
+        zip(blocks.row.tolist(), blocks.anchor.tolist(), strict=True)
+    ):
+        for k in range(1, SIZE + 1):
+            q = np.exp(logits[block, k - 1])
+            p = np.exp(target[row, anchor + k - 1])  # the row before the token predicts it
+            q, p = q / q.sum(), p / p.sum()
+            weight = float(weights[row, anchor + k]) * np.exp(-(k - 1) / 2.0)
+            distance = np.abs(q - p).sum()
+            survives, z = 1 - distance / 2, raw[block, k - 1]
+            sums["cross_entropy"] -= weight * np.log(q[int(ids[row, anchor + k])])
+            sums["l1"] += weight * distance
+            sums["confidence_loss"] += weight * (np.log1p(np.exp(z)) - survives * z)
+            total += weight
+    for name, found in sums.items():
+        assert float(metrics[name]) == pytest.approx(found / total, rel=1e-4), name
+    wanted = 0.1 * sums["cross_entropy"] + 0.9 * sums["l1"] + sums["confidence_loss"]
+    assert float(value) == pytest.approx(wanted / total, rel=1e-4)
+    assert float(metrics["weight"]) == pytest.approx(total, rel=1e-5)
+    assert metrics["load"].shape == (2, 2)
+    assert float(metrics["load"].sum()) == 2 * 3 * SIZE
+
+
+def test_loss_does_not_depend_on_the_chunk():
+    _, params = model()
+    pulled, *_ = losses()
+    whole, cut = (
+        pulled(params.draft, replace(IN_CHUNKS, logit_rows=rows))
+        for rows in (64, IN_CHUNKS.logit_rows)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), whole, cut)
+
+
+def test_every_draft_leaf_gets_a_gradient_except_selection_biases():
+    _, params = model()
+    pulled, *_ = losses()
+    _, gradient = pulled(params.draft, IN_CHUNKS)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = jax.tree_util.keystr(path)
+        assert bool(jnp.any(leaf != 0)) != ("gate_bias" in name), name
+
+
+@pytest.mark.accept(4)
+def test_ten_steps_lower_the_loss_and_resume_bit_for_bit(tmp_path):
+    config, params = model()
+    frozen = bits(params)
+    batch_at = counting(config)
+    run = drafts.compiled_draft_step(params, config, SETTINGS)
+
+    def fresh():
+        return drafts.draft_state(params, config, SETTINGS)
+
+    def run_to(state, steps, folder):
+        return run_steps(
+            state, run, batch_at, LoopSettings(steps=steps, log_every=1), folder=tmp_path / folder
+        )
+
+    straight = run_to(fresh(), 10, "a")
+    lines = [json.loads(line) for line in (tmp_path / "a/log.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    assert lines[-1]["l1"] < 0.95 * lines[0]["l1"]
+    run_to(fresh(), 5, "b")
+    resumed, record = loops.resume(tmp_path / "b", fresh())
+    assert record is not None
+    assert record["step"] == 5
+    assert bits(run_to(resumed, 10, "b")) == bits(straight)
+    assert bits(params) == frozen
+    moved = straight.params.stages.gate_bias != params.draft.stages.gate_bias
+    assert bool(moved.any())
+
+
+def test_data_must_be_of_the_target(tmp_path):
+    config, params = model()
+    ids = np.full((2, 8), 64)
+    with pytest.raises(InputError, match="vocabulary"):
+        drafts.check_data(Packed(ids, ids, np.arange(64), {}), params, config)
+    with pytest.raises(InputError, match="draft stages"):
+        drafts.draft_state(params.replace(draft=None), config, SETTINGS)
+    layers = params.layers.replace(gate_bias_vl=params.layers.gate_bias + 1)
+    with pytest.raises(ConfigError, match="image"):
+        drafts.check_exportable(params.replace(layers=layers))
+
+
+def test_command_writes_a_checkpoint_whose_backbone_is_the_target(tmp_path, capsys):
+    config, params = model()
+    layers = params.layers.replace(gate_bias_vl=params.layers.gate_bias)
+    target = export_checkpoint(params.replace(layers=layers), config, tmp_path / "target")
+    ids, weights = counting(config, batch=8, length=16)(0)
+    save_packed(tmp_path / "data.npz", Packed(ids, weights, np.arange(64), {}))
+    options = ["--target", str(target), "--data", str(tmp_path / "data.npz")]
+    options += [
+        "--out",
+        str(tmp_path / "out"),
+        "--batch",
+        "2",
+        "--length",
+        "16",
+        "--log-every",
+        "1",
+    ]
+
+    def command(*more):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", "draft", *options, *more])
+        return stop.value.code
+
+    (tmp_path / "out/checkpoint").mkdir(parents=True)
+    stale = tmp_path / "out/checkpoint/dspark_temperatures.json"
+    stale.write_text("{}")
+    assert not command("--steps", "2", "--seconds", "0")
+    assert not stale.exists()
+    assert command("--steps", "2") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert command("--steps", "2", "--resume", "--seed", "1") == 2
+    assert "same options" in capsys.readouterr().err
+    assert not command("--steps", "2", "--resume")
+    lines = (tmp_path / "out/log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    before, after = (
+        di.load(folder, numerics="float32").params
+        for folder in (target, tmp_path / "out/checkpoint")
+    )
+    assert bits(after.replace(draft=None)) == bits(before.replace(draft=None))
+    assert bits(after.draft) != bits(before.draft)
