@@ -9,6 +9,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer_jax.async_llm import AsyncLLM
     from deepinfer_jax.chat.parse import ChatDelta
     from deepinfer_jax.chat.session import ChatOutput
     from deepinfer_jax.config.hf import config_from_hf, read_config
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.sampling.params import SamplingParams
 
 _NAMES = {
+    "async_llm": ("AsyncLLM",),
     "chat.parse": ("ChatDelta",),
     "chat.session": ("ChatOutput",),
     "config.hf": ("config_from_hf", "read_config"),
@@ -67,6 +69,7 @@ __version__ = _version("deepinfer-jax")
 __all__ = [
     "LLM",
     "PRESETS",
+    "AsyncLLM",
     "ChatDelta",
     "ChatOutput",
     "CheckpointError",

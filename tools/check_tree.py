@@ -27,6 +27,7 @@ ORDER = (
     ("engine",),
     ("chat",),
     ("llm",),
+    ("async_llm", "jobs"),
     ("serve", "cli", "training"),
 )
 RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer_jax.chat.encode import ChatEncoder
 from deepinfer_jax.chat.tokenizer import import_recipe
+from deepinfer_jax.engine.output import FinishReason
 
 if TYPE_CHECKING:
     from deepseek_recipe import Conversation, ParsingOptions
 
-EndReason = Literal["stop", "length", "capacity", "numerical"]
-ChatFinishReason = Literal["stop", "length", "capacity", "numerical", "tool_calls"]
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class ChatParser:
                 self._end("stop", parts)
         return parts.delta((), self.finish_reason)
 
-    def finish(self, reason: EndReason) -> ChatDelta:
+    def finish(self, reason: FinishReason) -> ChatDelta:
         """Returns what was held back. reason: why the completion ended."""
         parts = _Parts(self._calls_before)
         if not self.is_finished:
@@ -148,7 +148,7 @@ class ChatParser:
             self._end(reason, parts)
         return parts.delta((), self.finish_reason)
 
-    def _end(self, reason: EndReason, parts: "_Parts") -> None:
+    def _end(self, reason: FinishReason, parts: "_Parts") -> None:
         self._take(self._processor.finish(), parts)
         choice = json.loads(self._response.to_json())["choices"][0]
         is_call = reason == "stop" and choice["finish_reason"] == "tool_calls"
@@ -250,7 +250,7 @@ def parse_ids(
     conversation: "Conversation",
     token_ids: Sequence[int],
     *,
-    reason: EndReason = "stop",
+    reason: FinishReason = "stop",
     stop: Sequence[str] = (),
 ) -> ChatMessage:
     """Returns the answer that completion ids spell; EOS may be among them."""
@@ -265,7 +265,7 @@ def parse_text(
     conversation: "Conversation",
     text: str,
     *,
-    reason: EndReason = "stop",
+    reason: FinishReason = "stop",
     stop: Sequence[str] = (),
 ) -> ChatMessage:
     """Returns the answer of a completion's text, where tags count by their spelling.

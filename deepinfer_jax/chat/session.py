@@ -143,10 +143,22 @@ def stream_chat(
         InputError: as `chat`, before anything runs.
     """
     params = params or SamplingParams()
+    asked = stream_params(params)
     prompt = prepare_chat(encoder, messages, options)
     parser = ChatParser(encoder, prompt.conversation, params.stop)
-    source = llm.stream(list(prompt.token_ids), replace(params, stop=()))
+    source = llm.stream(list(prompt.token_ids), asked)
     return _read_stream(parser, source)
+
+
+def stream_params(params: SamplingParams) -> SamplingParams:
+    """Returns the parameters of a streamed answer's completion; the parser looks for `stop`.
+
+    Raises:
+        InputError: `n` is above 1.
+    """
+    if params.n > 1:
+        raise InputError(f"a streamed answer is one completion, got n={params.n}: leave n at 1")
+    return replace(params, stop=())
 
 
 def _read_stream(parser: ChatParser, source: "Iterator[StreamDelta]") -> Iterator[ChatDelta]:

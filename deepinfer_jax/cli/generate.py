@@ -1,23 +1,41 @@
-"""`deepinfer-jax generate`: continue a prompt, printing text as it is produced."""
+"""`deepinfer-jax generate`: continue a prompt, or answer every line of a file."""
 
+import json
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from deepinfer_jax.cli.options import (
+    RUNTIME,
+    SAMPLING,
+    observed,
+    runtime_config,
+    sampling_params,
+    with_fields,
+)
+
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from deepinfer_jax.engine.engine import Engine
+    from deepinfer_jax.jobs.run import JobProgress
+    from deepinfer_jax.llm import LLM
     from deepinfer_jax.loading import Model
+    from deepinfer_jax.sampling.params import SamplingParams
+
+_REPORT_S = 5.0  # between lines of progress, where there is no bar
 
 
+@with_fields(SAMPLING, RUNTIME, temperature=0.0, max_tokens=32)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
     model: Annotated[
         str, typer.Option(help='A checkpoint folder, a hub id, or "nano" (embedded).')
     ] = "nano",
-    max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens to generate.")] = 32,
     numerics: Annotated[
         Literal["checkpoint", "float32"],
         typer.Option(help="The checkpoint's rounding points, or plain float32."),
@@ -25,53 +43,147 @@ def generate(
     determinism: Annotated[
         Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
     ] = "batch",
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Random seed; drawn and shown if not given.")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-text token.")] = False,
     bos: Annotated[
         bool, typer.Option(help="Put the begin-of-text token first, as in training.")
     ] = True,
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", metavar="FILE", help="Answer its JSON lines instead of PROMPT."),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Where answers go; continued if it exists."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of text.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print the engine's counters at the end, on stderr.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a profile of the run, for Perfetto.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the engine's steps, for Perfetto.")
+    ] = None,
+    **fields: Any,
 ) -> None:
-    """Continuation of PROMPT. Text goes to stdout, everything else to stderr."""
+    """Continuation of PROMPT. Text goes to stdout, everything else to stderr.
+
+    With --input and --output it is a job. A line of the input is a JSON object:
+    "prompt", "token_ids" or "messages", an "id" if wanted, and sampling fields
+    of its own. A job that was stopped is continued by the same command, and
+    every line is answered once.
+    """
     from rich.console import Console
 
+    from deepinfer_jax.errors import InputError
     from deepinfer_jax.llm import LLM
-    from deepinfer_jax.sampling.params import SamplingParams
-    from deepinfer_jax.sampling.random import fresh_seed
 
+    if (prompt is None) == (source is None):
+        raise InputError("generate takes PROMPT or --input, one of them")
+    if (source is None) != (target is None):
+        raise InputError("--input and --output go together: give both")
+    if source is not None and not source.is_file():
+        raise InputError(f"--input must be a file, got {source}")
+    if source is not None and as_json:
+        raise InputError("--output is JSON anyway: leave --json out")
+    params, runtime = sampling_params(fields), runtime_config(fields)
+    if source is None and not as_json and (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise InputError("log-probabilities are printed with --json: add it")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.perf_counter()
-    llm = LLM(
-        load_with_bar(console, model, numerics=numerics, determinism=determinism),
-    )
-    loaded = time.perf_counter()
+    loaded = load_with_bar(console, model, numerics=numerics, determinism=determinism)
+    llm = LLM(loaded, runtime=runtime)
     note_embedded(console, model)
-    params = SamplingParams(
-        temperature=temperature,
-        seed=fresh_seed() if seed is None else seed,
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-    )
-    ids = llm.encode(prompt)
-    if bos:
-        ids = [llm.model.config.bos_token_id, *ids]
-    count, first, reason = 0, None, None
-    for delta in llm.stream(ids, params):
-        first = first or time.perf_counter()
-        sys.stdout.write(delta.text)
-        sys.stdout.flush()
-        count += len(delta.token_ids)
-        reason = delta.finish_reason
-    sys.stdout.write("\n")
+    seconds = time.perf_counter() - started
+    with observed(llm, stats=stats, profile=profile, trace=trace):
+        if source is not None and target is not None:
+            _run_job(console, llm, source, target, params, bos)
+        elif prompt is not None:
+            ids = [llm.model.config.bos_token_id] * bos + llm.encode(prompt)
+            _answer(console, llm, ids, params, as_json, seconds)
+
+
+def _answer(
+    console: "Console",
+    llm: "LLM",
+    ids: list[int],
+    params: "SamplingParams",
+    as_json: bool,
+    load_s: float,
+) -> None:
+    """Prints the completions of one prompt: text as it comes, if there is one text."""
+    from dataclasses import replace
+
+    from deepinfer_jax.jobs.lines import describe_output
+    from deepinfer_jax.sampling.random import fresh_seed
+
+    params = replace(params, seed=fresh_seed() if params.seed is None else params.seed)
+    began = time.perf_counter()
+    first: float | None = None
+    if as_json or params.n > 1:
+        (output,) = llm.generate([ids], params)
+        if as_json:
+            sys.stdout.write(json.dumps(describe_output(output)) + "\n")
+        for index, one in enumerate(() if as_json else output.outputs, 1):
+            sys.stdout.write(one.text + "\n")
+            sys.stdout.flush()
+            console.print(f"[dim]{index} of {params.n}, finish: {one.finish_reason}[/dim]")
+        count = sum(len(one.token_ids) for one in output.outputs)
+        reason, first = output.finish_reason, began + output.metrics.first_token_s
+    else:
+        count, reason = 0, None
+        for delta in llm.stream(ids, params):
+            first = first or time.perf_counter()
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            count += len(delta.token_ids)
+            reason = delta.finish_reason
+        sys.stdout.write("\n")
     ended = time.perf_counter()
-    first = first or ended
     console.print(
-        f"load {loaded - started:.1f} s, first token (with compilation) {first - loaded:.1f} s, "
-        f"{count} tokens in {ended - loaded:.1f} s, finish: {reason}"
-        + (f", seed {params.seed}" if temperature else "")
+        f"load {load_s:.1f} s, first token (with compilation) {(first or ended) - began:.1f} s, "
+        f"{count} tokens in {ended - began:.1f} s, finish: {reason}"
+        + (f", seed {params.seed}" if params.temperature else "")
     )
+
+
+def _run_job(
+    console: "Console", llm: "LLM", source: Path, target: Path, params: "SamplingParams", bos: bool
+) -> None:
+    from deepinfer_jax.jobs.run import run_job
+
+    try:
+        state = run_job(llm, source, target, params, bos=bos, report=_reporter(console))
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command continues")
+        raise typer.Exit(130) from None
+    console.print(
+        f"{target}: {state.done} of {state.total} lines answered, {state.done - state.before} now"
+        + (f", {state.failed} of them with errors" if state.failed else "")
+    )
+
+
+def _reporter(console: "Console") -> "Callable[[JobProgress, Engine], None]":
+    """Returns what prints progress: one line that is rewritten on a terminal, a few elsewhere."""
+    began = shown = 0.0
+    before = 0
+
+    def report(state: "JobProgress", engine: "Engine") -> None:
+        nonlocal began, shown, before
+        now, tokens = time.perf_counter(), engine.counters["tokens"]
+        if not began:
+            began, before, shown = now, tokens, now
+            console.print(f"{state.before} of {state.total} lines answered, seed {state.seed}")
+        if now - shown < (0.2 if console.is_terminal else _REPORT_S):
+            return
+        shown = now
+        speed = (tokens - before) / max(now - began, 1e-3)
+        text = f"{state.done} of {state.total} lines answered, {speed:.0f} tokens/s"
+        console.print(text, end="\r" if console.is_terminal else "\n")
+
+    return report
 
 
 def note_embedded(console: "Console", source: str) -> None:

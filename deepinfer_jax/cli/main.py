@@ -10,7 +10,8 @@ import typer
 # Name -> one line of help. The function is `deepinfer_jax.cli.<name>.<name>`, imported when called;
 # a name of two words has an underscore there.
 COMMANDS = {
-    "generate": "Continue a prompt and stream the text.",
+    "generate": "Continue a prompt and stream the text, or answer every line of a file.",
+    "score": "Log-probabilities of the tokens of a text, or of every line of a file.",
     "chat": "Talk to a model, or answer one message from a pipe.",
     "render": "The prompt that a conversation becomes, as text or as token ids.",
     "tokenize": "Token ids of a text, and back.",

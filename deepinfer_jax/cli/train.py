@@ -26,7 +26,8 @@ def train(
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 2048,
     long_data: Annotated[
-        Path | None, typer.Option(help="Packed longer sequences, taken at every LONG_EVERY-th step.")
+        Path | None,
+        typer.Option(help="Packed longer sequences, taken at every LONG_EVERY-th step."),
     ] = None,
     long_every: Annotated[int, typer.Option(min=2, help="See --long-data.")] = 4,
     resume: Annotated[

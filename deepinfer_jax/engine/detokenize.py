@@ -53,8 +53,11 @@ class Detokenizer:
         return sum(start < len(self.text) for start in self.starts)
 
     def shown_tokens(self) -> int:
-        """Number of tokens whose text has begun to be shown, or has none."""
-        if self.shown == len(self.text):
+        """Number of tokens that can be shown: all, or those whose text has begun to be shown.
+
+        A token without text yet may hold the first bytes of a stop string.
+        """
+        if not self.stop:
             return len(self.starts)
         return sum(start < self.shown for start in self.starts)
 

@@ -48,27 +48,44 @@ class Device:
         alternatives: int,
     ) -> None:
         """Allocates the state beside the parameters."""
-        self.config, self.params, self.alternatives = config, params, alternatives
+        self.config, self.alternatives = config, alternatives
         self._place = params.embed.sharding
+        self._programs: dict[PlanLayout, Any] = {}
         state = EngineState(
             cache=network_of(config).init_cache(config, cache),
             slots=init_slots(cache.num_slots, config.vocab_size, stop_ids),
         )
         # Where the parameters are: a state that moves after its first step would compile twice.
         self._state = jax.device_put(state, self._place)
+        self.params = params
+
+    @property
+    def params(self) -> AnyParams:
+        """Parameters of the model."""
+        return jax.tree.unflatten(self._trees[0], self._params)
+
+    @params.setter
+    def params(self, params: AnyParams) -> None:
+        leaves, tree = jax.tree.flatten(params)
+        self._params = tuple(leaves)
+        self._trees = (tree, self._tree)
+
+    @property
+    def _state(self) -> EngineState:
+        return jax.tree.unflatten(self._tree, self._leaves)
+
+    @_state.setter
+    def _state(self, state: EngineState) -> None:
+        leaves, self._tree = jax.tree.flatten(state)
+        self._leaves = tuple(leaves)
 
     def dispatch(self, plan: StepPlan) -> Flight:
         """Starts a step, after what it needs; nothing waits."""
         for action, arguments in plan.before:
             getattr(self, action)(*arguments)
-        self._state, result = run_step(
-            self.params,
-            self._state,
-            jax.device_put(plan.vector, self._place),
-            config=self.config,
-            layout=plan.layout,
-            alternatives=self.alternatives,
-        )
+        vector = jax.device_put(plan.vector, self._place)
+        run = self._programs.get(plan.layout) or self._compile(plan.layout, vector)
+        self._leaves, result = run(self._params, self._leaves, vector)
         wanted = [result.tokens]
         wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
         wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
@@ -80,6 +97,20 @@ class Device:
         for leaf in wanted:
             leaf.copy_to_host_async()
         return Flight(plan, result, windows)
+
+    def _compile(self, layout: PlanLayout, vector: jax.Array) -> Any:
+        """Returns the step of a layout, compiled ahead: its call does not hash the config."""
+        lowered = run_step.lower(
+            self._params,
+            self._leaves,
+            vector,
+            trees=self._trees,
+            config=self.config,
+            layout=layout,
+            alternatives=self.alternatives,
+        )
+        self._programs[layout] = lowered.compile()
+        return self._programs[layout]
 
     def restore(self, slot: int, length: int, leaves: dict[str, np.ndarray]) -> None:
         """Puts the window state that was saved after `length` tokens into a slot."""

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
 from deepinfer_jax.engine.device import Device, Flight
 from deepinfer_jax.engine.output import FinishReason, StreamDelta
 from deepinfer_jax.engine.request import Request, RequestFactory
-from deepinfer_jax.engine.scheduler import Limits, Scheduler, StepPlan
+from deepinfer_jax.engine.results import take_scores, token_record
+from deepinfer_jax.engine.scheduler import Limits, Scheduler
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.engine.sizes import engine_capacity, plan_layouts
 from deepinfer_jax.engine.slots import AT_LENGTH, AT_STOP, FAILED
@@ -133,7 +135,9 @@ class Engine:
         seed: int,
         output_ids: Items[int],
     ) -> Request:
-        name = str(self._numbers) if request_id is None else request_id
+        names = map(str, count(self._numbers))  # a restored request may have the first ones
+        unused = (name for name in names if name not in self._requests)
+        name = next(unused) if request_id is None else request_id
         if name in self._requests:
             raise InputError(f"request_id must not be in use, {name!r} is")
         request = self._factory.build(
@@ -180,11 +184,12 @@ class Engine:
         self._factory.check(ids, params, name)
 
     def fork(
-        self, request_id: str, params: SamplingParams, *, child: int = 0, **options: Any
+        self, request_id: str, params: SamplingParams, /, *, child: int = 0, **options: Any
     ) -> Request:
         """Queues a request that continues a running completion from where the host has read it.
 
-        Its prompt is the prompt and the output so far; cached rows are shared.
+        Its prompt is the prompt and the output so far; cached rows are shared. options: of
+        `submit`, as the new request's `request_id`.
 
         Raises:
             InputError: no such request is running, or `params` cannot be honoured.
@@ -212,6 +217,9 @@ class Engine:
             with self.trace.span("plan"):
                 plan = self.scheduler.plan()
             if plan is not None:
+                for sequence in plan.admitted:
+                    request = self._owner[sequence]
+                    request.admitted = request.admitted or self.clock()
                 with self.trace.span("dispatch", rows=plan.rows, tokens=len(plan.emits)):
                     self._flights.append(self._device.dispatch(plan))
             due = self.runtime.async_depth if plan is not None else len(self._flights) - 1
@@ -241,7 +249,16 @@ class Engine:
         with self.trace.span("commit"):
             now = self.clock()
             if prompt is not None:
-                self._take_scores(plan, prompt)
+                for chunk in plan.chunks:
+                    if chunk.sequence in self._owner:
+                        take_scores(self._owner[chunk.sequence], chunk, prompt)
+            # Before anything ends: rows of a sequence that ends here are worth keeping too.
+            self.scheduler.written(plan)
+            for chunk, leaves in zip(plan.checkpoints, windows, strict=True):
+                sequence = chunk.sequence
+                if sequence.generation == chunk.generation:
+                    block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
+                    self.scheduler.cache.attach(block, leaves)
             for place, (sequence, generation) in enumerate(plan.emits):
                 if sequence.generation != generation:
                     continue  # ended or preempted since
@@ -249,12 +266,6 @@ class Engine:
                 assert found == generation, f"result of generation {found}, not {generation}"
                 top = None if chosen is None else (chosen, place)
                 self._guard(sequence, self._take, sequence, token, code, status, top, now)
-            self.scheduler.written(plan)
-            for chunk, leaves in zip(plan.checkpoints, windows, strict=True):
-                sequence = chunk.sequence
-                if sequence.generation == chunk.generation:
-                    block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
-                    self.scheduler.cache.attach(block, leaves)
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len
@@ -282,13 +293,7 @@ class Engine:
             if top is None or count is None:
                 output.push(token)
             else:
-                record, place = top
-                pairs = zip(
-                    record.top_ids[place, :count].tolist(),
-                    record.top_logprobs[place, :count].tolist(),
-                    strict=True,
-                )
-                output.push(token, float(record.logprob[place]), tuple(pairs))
+                output.push(token, *token_record(*top, count))
             self.counters["tokens"] += 1
             if output.finish_reason is not None:
                 self._end(sequence, output.finish_reason, output.stop_reason)
@@ -297,20 +302,6 @@ class Engine:
                 self._end(sequence, "length" if is_asked else "capacity")
             elif request.sink is not None:
                 request.sink(output.delta())
-
-    def _take_scores(self, plan: StepPlan, prompt: Any) -> None:
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            scores = self._owner[sequence].prompt_scores if sequence in self._owner else None
-            stop = min(chunk.stop, sequence.prompt_len - 1)
-            late = sequence.generation != chunk.generation
-            if late or scores is None or sequence.child or stop <= chunk.start:
-                continue
-            where, rows = slice(chunk.start, stop), slice(chunk.row, chunk.row + stop - chunk.start)
-            scores[0][where] = prompt.logprob[rows]
-            scores[1][where] = prompt.top_ids[rows, : scores[1].shape[1]]
-            scores[2][where] = prompt.top_logprobs[rows, : scores[2].shape[1]]
-            sequence.output.needs_prompt_scores = stop < sequence.prompt_len - 1
 
     def _guard(self, sequence: Sequence, act: Callable[..., None], *arguments: Any) -> None:
         """Runs a request's own host work; what it raises ends that request alone."""
@@ -364,8 +355,9 @@ class Engine:
         Raises:
             InputError: a leaf differs in shape or dtype, or requests are running.
         """
-        if self.has_work:
+        if self._requests:
             raise InputError("weights are replaced between requests: drain or abort them first")
+        self.drain()  # steps in flight, of requests that have ended
         old, new = (
             jax.tree.map(lambda x: (x.shape, x.dtype), tree)
             for tree in (self._device.params, params)

@@ -4,7 +4,8 @@ One transfer a step (engine.md 2.6). The host writes into views of a fresh NumPy
 slices the same places. A fresh vector each time: on CPU the device may alias what it was given.
 """
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -42,8 +43,8 @@ class PlanLayout:
         return len(ADMIT_INTS) + len(ADMIT_FLOATS) + self.stop_ids
 
     @cached_property
-    def places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Returns where each part begins, and its shape."""
+    def places(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Returns where each part lies, and its shape."""
         shapes = {
             "header": (4,),
             "ids": (self.rows,),
@@ -56,15 +57,15 @@ class PlanLayout:
         }
         found, start = {}, 0
         for name, shape in shapes.items():
-            found[name] = (start, shape)
-            start += int(np.prod(shape))
+            stop = start + math.prod(shape)
+            found[name] = (slice(start, stop), shape)
+            start = stop
         return found
 
     @property
     def size(self) -> int:
         """Words of the vector."""
-        start, shape = self.places["admits"]
-        return start + int(np.prod(shape))
+        return self.places["admits"][0].stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,8 @@ class PlanParts:
 
 def unpack(layout: PlanLayout, vector: Any) -> PlanParts:
     """Returns the parts of a packed plan; views of a NumPy vector, slices of a JAX array."""
-    parts = {}
-    for name in (field.name for field in fields(PlanParts)):
-        start, shape = layout.places[name]
-        parts[name] = vector[start : start + int(np.prod(shape))].reshape(shape)
-    return PlanParts(**parts)
+    places = layout.places.items()
+    return PlanParts(**{name: vector[where].reshape(shape) for name, (where, shape) in places})
 
 
 def blank(layout: PlanLayout) -> tuple[np.ndarray, PlanParts]:

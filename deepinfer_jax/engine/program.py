@@ -7,6 +7,7 @@ bounds change. Otherwise there is one program per power of four of rows.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +51,47 @@ class StepResult:
     prompt: TokenLogprobs
 
 
-@partial(jax.jit, static_argnames=("config", "layout", "alternatives"), donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames=("trees", "config", "layout", "alternatives"),
+    donate_argnames="state",
+)
 def run_step(
+    params: tuple[Array, ...],
+    state: tuple[Array, ...],
+    vector: Int[Array, " n"],
+    *,
+    trees: tuple[Any, Any],
+    config: ModelConfig,
+    layout: PlanLayout,
+    alternatives: int,
+) -> tuple[tuple[Array, ...], StepResult]:
+    """Returns (leaves of the state after the step, what the host will read).
+
+    Leaves rather than trees: taking records apart in Python at every call costs more than the rest
+    of the dispatch.
+
+    Args:
+        params: leaves of the model's parameters.
+        state: leaves of an `EngineState`; consumed.
+        vector: a packed plan.
+        trees: the structures of the two.
+        config: of the model.
+        layout: of the plan.
+        alternatives: k of the log-probabilities.
+    """
+    after, result = engine_step(
+        jax.tree.unflatten(trees[0], params),
+        jax.tree.unflatten(trees[1], state),
+        vector,
+        config=config,
+        layout=layout,
+        alternatives=alternatives,
+    )
+    return tuple(jax.tree.leaves(after)), result
+
+
+def engine_step(
     params: AnyParams,
     state: EngineState,
     vector: Int[Array, " n"],
@@ -60,16 +100,7 @@ def run_step(
     layout: PlanLayout,
     alternatives: int,
 ) -> tuple[EngineState, StepResult]:
-    """Returns (state after the step, what the host will read).
-
-    Args:
-        params: of the model.
-        state: is consumed.
-        vector: a packed plan.
-        config: of the model.
-        layout: of the plan.
-        alternatives: k of the log-probabilities.
-    """
+    """Returns (state after the step, what the host will read). Pure; arguments as `run_step`."""
     parts = unpack(layout, vector)
     state, plan = _prepare(params, config, state, parts)
     drafting = config.draft is not None

@@ -14,7 +14,7 @@ from deepinfer_jax.engine.detokenize import Detokenizer
 from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import InputError, TokenizerError
-from deepinfer_jax.model.forward import check_ids
+from deepinfer_jax.model.forward import host_ids
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import child_seed
 
@@ -163,7 +163,7 @@ class RequestFactory:
     def check(self, ids: Items[int], params: SamplingParams, request_id: str) -> None:
         """Raises InputError or TokenizerError for a request that cannot be honoured."""
         vocab, runtime = self.config.vocab_size, self.runtime
-        check_ids(self.config, ids, minimum=1)
+        host_ids(self.config, ids, minimum=1)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             outside = [token for token in getattr(params, name) or () if token >= vocab]
             if outside:
@@ -198,6 +198,7 @@ class RequestFactory:
             raise TokenizerError(f"{needs_text[0]} needs tokenizer.json: use token ids")
         if params.stop and not params.detokenize:
             raise InputError("stop strings need text: detokenize=False excludes them")
+        self._banned(params)
         _check_later(params)
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:

@@ -26,6 +26,7 @@ from deepinfer_jax.engine.admission import write_admission
 from deepinfer_jax.engine.layout import ANCHOR, PlanLayout, PlanParts, blank
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import CacheError
+from pallas_kernels import core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,9 @@ class Chunk:
 class StepPlan:
     """One step: the packed vector, and what the host must do around and after it.
 
-    before: device actions ahead of the step, as (name, arguments). checkpoints: chunks after which
-    the window state is saved. emits: (sequence, generation) of every token row.
+    before: device actions ahead of the step, as (name, arguments). emits: (sequence, generation) of
+    every token row, the first `decodes` of which are decode rows. chunks: prompt rows. checkpoints:
+    chunks after which the window state is saved.
     """
 
     layout: PlanLayout
@@ -67,6 +69,8 @@ class StepPlan:
     before: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     emits: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    decodes: int = 0
     checkpoints: list[Chunk] = field(default_factory=list)
     rows: int = 0
     wants_logprobs: bool = False
@@ -132,7 +136,7 @@ class Scheduler:
         budget = self.limits.layouts[-1]
         vector, parts = blank(budget)
         plan = StepPlan(layout=budget, vector=vector)
-        admitted: list[Sequence] = []
+        admitted = plan.admitted
         self._fork(plan, admitted)
         self._decode(plan, parts)
         for sequence in list(self.active):
@@ -150,6 +154,8 @@ class Scheduler:
         parts.header[:] = (plan.rows, len(plan.emits), plan.wants_logprobs, plan.scores_prompt)
         self.counters["steps"] += 1
         self.counters["rows"] += plan.rows
+        tile = core.ROW_TILE
+        self.counters["tile_rows"] += -(-plan.rows // tile) * tile  # computed at level "batch"
         return self._fit(plan, parts)
 
     def _fit(self, plan: StepPlan, parts: PlanParts) -> StepPlan:
@@ -165,27 +171,25 @@ class Scheduler:
         return plan
 
     def _decode(self, plan: StepPlan, parts: PlanParts) -> None:
-        """Plans one row for every running sequence, in order of rank."""
-        size = self.cache.block_tokens
-        row, slots = plan.rows, []
-        for sequence in list(self.active):
+        """Plans one row for every running sequence, in order of rank. Kept lean: it runs once a
+        token."""
+        slots: list[int] = []
+        for sequence in tuple(self.active):
             if sequence.phase is not Phase.RUNNING or sequence.planned >= sequence.room:
                 continue
-            if sequence.computed >= len(sequence.blocks) * size and not self._grow(sequence):
+            if sequence.computed >= sequence.capacity and not self._grow(sequence):
                 continue
-            start = sequence.computed
-            sequence.computed = start + 1
+            sequence.computed += 1
             sequence.planned += 1
-            plan.chunks.append(Chunk(sequence, sequence.generation, start, start + 1, row))
             plan.emits.append((sequence, sequence.generation))
-            plan.wants_logprobs |= sequence.params.logprobs is not None
             slots.append(sequence.slot)
-            row += 1
-        stop = plan.rows + len(slots)
-        parts.ids[plan.rows : stop] = ANCHOR
-        parts.slot[plan.rows : stop] = slots
-        parts.emit[: len(slots)] = np.arange(plan.rows, stop)
-        plan.rows = stop
+            if sequence.params.logprobs is not None:
+                plan.wants_logprobs = True
+        count, row = len(slots), plan.rows
+        plan.decodes, plan.rows = count, row + count
+        parts.ids[row : row + count] = ANCHOR
+        parts.slot[row : row + count] = slots
+        parts.emit[:count] = np.arange(row, row + count)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gives the sequence one more block, taking it from the last rank if need be."""
@@ -196,6 +200,7 @@ class Scheduler:
                 return False
         self._deltas.append((sequence.slot, len(sequence.blocks), found[0]))
         sequence.blocks += found
+        sequence.capacity += self.cache.block_tokens
         return True
 
     def _chunk(self, plan: StepPlan, parts: PlanParts, sequence: Sequence) -> None:
@@ -234,9 +239,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if plan.rows >= plan.layout.rows or not self.free_slots:
                 return
-            parent = sequence.parent
-            if parent is not None and parent.phase in (Phase.WAITING, Phase.PREFILL):
-                continue  # its rows can be copied soon
+            if _copies_soon(sequence):
+                continue
             if not self._start(plan, sequence):
                 return
             admitted.append(sequence)
@@ -304,6 +308,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         sequence.generation = self._generation
         sequence.blocks = blocks
+        sequence.capacity = len(blocks) * self.cache.block_tokens
         sequence.reused, sequence.first, sequence.computed = reused, first, first
         sequence.planned = sequence.produced
         sequence.cuts = ()
@@ -344,27 +349,29 @@ class Scheduler:
     def written(self, plan: StepPlan) -> None:
         """Records that the rows of a plan are in the cache; publishes full blocks."""
         size = self.cache.block_tokens
+        for sequence, generation in plan.emits[: plan.decodes]:
+            if sequence.generation == generation:
+                sequence.written += 1
+                if sequence.written % size == 0:
+                    self._publish(sequence)
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if sequence.generation != chunk.generation or not sequence.generation:
-                continue
-            sequence.written = max(sequence.written, chunk.stop)
-            full = sequence.written // size
-            if not self.limits.prefix_cache or full <= sequence.published:
-                continue
-            if sequence.params.bypass_prefix_cache:
-                continue
-            before = sequence.blocks[sequence.published : full]
-            tokens = sequence.ids[: full * size]
-            after = self.cache.publish(
-                sequence.root, tokens, sequence.blocks, sequence.published, full
-            )
-            for place, (old, new) in enumerate(zip(before, after, strict=True)):
-                if old != new:
-                    where = sequence.published + place
-                    self._deltas.append((sequence.slot, where, new))
-            sequence.blocks[sequence.published : full] = after
-            sequence.published = full
+            if chunk.sequence.generation == chunk.generation:
+                chunk.sequence.written = max(chunk.sequence.written, chunk.stop)
+                self._publish(chunk.sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Shares the blocks of a sequence that are full by now."""
+        first, full = sequence.published, sequence.written // self.cache.block_tokens
+        if full <= first or not self.limits.prefix_cache or sequence.params.bypass_prefix_cache:
+            return
+        before = sequence.blocks[first:full]
+        tokens = sequence.ids[: full * self.cache.block_tokens]
+        after = self.cache.publish(sequence.root, tokens, sequence.blocks, first, full)
+        for place, (old, new) in enumerate(zip(before, after, strict=True), start=first):
+            if old != new:
+                self._deltas.append((sequence.slot, place, new))
+        sequence.blocks[first:full] = after
+        sequence.published = full
 
     def check(self) -> None:
         """Checks the conservation of slots and blocks.
@@ -379,3 +386,12 @@ class Scheduler:
         held = Counter(block for sequence in self.active for block in sequence.blocks)
         if held != self.cache.references():
             raise CacheError("references to blocks must be those of active sequences")
+
+
+def _copies_soon(child: Sequence) -> bool:
+    """Returns whether a plan to come can copy the prompt's rows from the child's sibling."""
+    parent = child.parent
+    if parent is None or child.produced:
+        return False
+    is_ready = parent.phase is Phase.RUNNING and parent.computed == child.prompt_len
+    return is_ready or parent.phase in (Phase.WAITING, Phase.PREFILL)

@@ -26,11 +26,11 @@ class Sequence:
     valid. room: most output tokens. seed: of this child. root: of the prefix tree. banned: ids of
     `bad_words`. parent: another child of the same prompt, whose cache rows can be copied.
 
-    slot, generation: 0 while it has no slot. blocks: its cache blocks in order. reused: tokens
-    whose rows it found in the cache. first: first row it runs. computed: rows planned so far.
-    written: rows whose step was read. published: blocks in the prefix tree. planned: output tokens
-    that planned steps give. cuts: positions at which a checkpoint is taken. cached: tokens reused
-    at its first admission.
+    slot, generation: 0 while it has no slot. blocks: its cache blocks in order, for `capacity`
+    tokens. reused: tokens whose rows it found in the cache. first: first row it runs. computed:
+    rows planned so far. written: rows whose step was read. published: blocks in the prefix tree.
+    planned: output tokens that planned steps give. cuts: positions at which a checkpoint is taken.
+    cached: tokens reused at its first admission.
     """
 
     number: int
@@ -50,6 +50,7 @@ class Sequence:
     slot: int = 0
     generation: int = 0
     blocks: list[int] = field(default_factory=list)
+    capacity: int = 0
     reused: int = 0
     first: int = 0
     computed: int = 0

@@ -28,7 +28,7 @@ class EngineStats:
         """Returns the Prometheus text exposition of all values."""
         lines: list[str] = []
 
-        def add(name: str, kind: str, samples: Mapping[str, float]) -> None:
+        def add(name: str, kind: str, samples: Mapping[str, int]) -> None:
             lines.append(f"# TYPE {prefix}_{name} {kind}")
             lines.extend(f"{prefix}_{name}{label} {value}" for label, value in samples.items())
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
@@ -76,8 +77,25 @@ def check_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> Int[
     Raises:
         InputError: the ids break one of these rules.
     """
-    concrete = not isinstance(token_ids, Tracer)
-    ids = jnp.asarray(token_ids)
+    if isinstance(token_ids, Tracer):
+        _check_shape(config, token_ids, minimum)
+        return token_ids.astype(jnp.int32)
+    return jnp.asarray(host_ids(config, token_ids, minimum=minimum))
+
+
+def host_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> np.ndarray:
+    """Returns concrete ids as a NumPy array int32 [t], checked as by `check_ids`.
+
+    Raises:
+        InputError: the ids break one of its rules.
+    """
+    ids = np.asarray(token_ids)
+    _check_shape(config, ids, minimum)
+    _check_values(config, ids)
+    return ids.astype(np.int32)
+
+
+def _check_shape(config: ModelConfig, ids: Any, minimum: int) -> None:
     if ids.ndim != 1 or not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.size == 0):
         raise InputError(f"token ids must be integers of shape [t], got {ids.dtype} {ids.shape}")
     if ids.shape[0] < minimum:
@@ -90,9 +108,6 @@ def check_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> Int[
             "a sequence may have at most max_position_embeddings="
             f"{config.max_position_embeddings} tokens, got {ids.shape[0]}"
         )
-    if concrete:
-        _check_values(config, jax.device_get(ids))
-    return ids.astype(jnp.int32)
 
 
 def _check_values(config: ModelConfig, ids: Any) -> None:

@@ -16,7 +16,7 @@ from deepinfer_jax.model.draft import draft_params, draft_settings, write_contex
 from deepinfer_jax.model.layer import OwnLayer, apply_layer
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
-from deepinfer_jax.model.tile import Flow, Role, Rows, role_table, scan_prefix
+from deepinfer_jax.model.tile import Flow, Role, Rows, role_table, scan_first
 from deepinfer_jax.numerics.ops import Ops
 
 
@@ -62,8 +62,9 @@ def run_tile(
     scanned = (role_table(config), None if remat is None else params.layers)
     if config.execution.replay == "compact":
         kept = tile.valid & (tile.position >= state.floor[tile.slot])
-        always = encoder_layers(config) + 1  # the last KV source publishes every row
-        carry, seen = scan_prefix(layer, (state, start), scanned, always, kept.any())
+        published = encoder_layers(config) + 1  # the last KV source needs every row
+        trips = jnp.where(kept.any(), config.num_hidden_layers, published)
+        carry, seen = scan_first(layer, (state, start), scanned, trips)
     else:
         carry, seen = lax.scan(layer, (state, start), scanned)
     state, flow = carry

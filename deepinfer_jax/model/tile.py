@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import (
@@ -102,33 +102,24 @@ def branch(place: Int[Array, ""], none: Callable[[], Any], some: list[Callable[[
     return lax.switch(place + 1, [none, *some])
 
 
-def scan_prefix(
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    xs: Any,
-    always: int,
-    rest: Bool[Array, ""],
+def scan_first(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, trips: Int[Array, ""]
 ) -> tuple[Any, Any]:
-    """Returns `lax.scan(body, carry, xs)`, only the first `always` trips of it unless `rest`.
+    """Returns `lax.scan(body, carry, xs)`, of which only the first `trips` trips are run.
 
-    Outputs of trips that do not run are zeros. A loop of no or all trips rather than `lax.cond`,
-    for the reason that `branch` gives: caches in the carry are updated in place.
+    Outputs of the others are zeros. One loop with a bound that is data, rather than a second scan
+    under a condition: its body is the same arithmetic as the scan's, and caches in the carry are
+    updated in place.
     """
-    carry, first = lax.scan(body, carry, jax.tree.map(lambda x: x[:always], xs))
-    later = jax.tree.map(lambda x: x[always:], xs)
-    count = jax.tree.leaves(later)[0].shape[0]
-    if not count:
-        return carry, first
+    count = jax.tree.leaves(xs)[0].shape[0]
 
     def at(place: Int[Array, ""] | int) -> Any:
-        return jax.tree.map(lambda x: x[place], later)
+        return jax.tree.map(lambda x: x[place], xs)
 
     def visit(place: Int[Array, ""] | int, both: tuple[Any, Any]) -> tuple[Any, Any]:
-        carry, found = both
-        carry, new = body(carry, at(place))
-        return carry, jax.tree.map(lambda all_, one: all_.at[place].set(one), found, new)
+        carry, new = body(both[0], at(place))
+        return carry, jax.tree.map(lambda rows, row: rows.at[place].set(row), both[1], new)
 
     shapes = jax.eval_shape(lambda: body(carry, at(0))[1])
-    found = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
-    carry, second = lax.fori_loop(0, jnp.where(rest, count, 0), visit, (carry, found))
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+    outputs = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+    return lax.fori_loop(0, trips, visit, (carry, outputs))

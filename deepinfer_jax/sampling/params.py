@@ -107,6 +107,11 @@ def _tuple_of(rule: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, tuple) and len(v) <= most and all(map(rule, v))
 
 
+def _is_unicode(value: Any) -> bool:
+    """Whether it is a text without lone surrogates, which nothing downstream can encode."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 def _is_bias(value: Any) -> bool:
     inside = _number(lambda x: -100 <= x <= 100)
     return (
@@ -138,7 +143,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_tokens": (_integer(0), "an integer >= 0"),
     "seed": (_optional(_integer(0, 2**64 - 1)), "None or an integer in 0..2^64-1"),
     "stop": (
-        _tuple_of(lambda s: isinstance(s, str) and s != "", 16),
+        _tuple_of(lambda s: _is_unicode(s) and s != "", 16),
         "a tuple of at most 16 non-empty strings",
     ),
     "stop_token_ids": (_tuple_of(_integer(0), 2**16), "a tuple of token ids"),
@@ -160,10 +165,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "None or a tuple of at least one token id",
     ),
     "bad_words": (
-        _tuple_of(lambda s: isinstance(s, str) and s != "", 256),
+        _tuple_of(lambda s: _is_unicode(s) and s != "", 256),
         "a tuple of at most 256 non-empty strings",
     ),
-    "cache_salt": (lambda v: isinstance(v, str), "a string"),
+    "cache_salt": (_is_unicode, "a string of valid Unicode"),
     **{
         name: (lambda v: isinstance(v, bool), "True or False")
         for name in (

@@ -5,25 +5,18 @@ rows, seed): at level "batch" the grouping below is without effect on any token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count as counting
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Float, Int
 
-from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.output import RequestOutput
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.llm import LLM
 from deepinfer_jax.loading import Model
-from deepinfer_jax.model.forward import score
-from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.training.corpus import (
     Item,
@@ -40,9 +33,9 @@ SPLIT = "test"
 # A judged story continuation: about nine sentences, at the default temperature. The likeliest token
 # is no answer there: a story has no likeliest next event, and greedy text repeats one.
 STORY_TOKENS, STORY_TEMPERATURE = 64, 1.0
-# Sequences and rows of a step. With so few, prefill and decode are one program: compiling another
-# takes as long as thousands of tokens.
-MAX_SEQS, STEP_ROWS = 15, 16
+# Larger steps are no faster on a CPU and need more memory.
+MAX_SEQS, STEP_ROWS = 32, 64
+REPORT_EVERY = 64  # answers
 # Sequences up to this length share a cache size; longer ones have the next powers of two.
 SHORTEST = 512
 
@@ -228,52 +221,60 @@ def run_trials(
 
     Args:
         model: The checkpoint.
-        trials: Of any rows; those of about one length run together.
-        workers: Batches that run (and compile) at the same time.
-        report: Called with the number of new answers after each batch.
+        trials: Of any rows; those of about one length share an engine.
+        workers: Engines that run (and compile) at the same time, each in a thread.
+        report: Called now and then with the number of new answers, from these threads.
     """
     answers: dict[int, Answer] = {}
-    batches = make_batches([t.length for t in trials], model.config.max_position_embeddings)
+    groups = length_groups([t.length for t in trials], model.config.max_position_embeddings)
     with ThreadPoolExecutor(workers) as pool:
         running = [
-            pool.submit(_run_batch, model, max_len, [(p, trials[p]) for p in places])
-            for max_len, places in batches
+            pool.submit(_run_group, model, max_len, [(p, trials[p]) for p in places], report)
+            for max_len, places in groups.items()
         ]
-        for done in as_completed(running):
+        for done in running:
             answers |= done.result()
-            report(len(done.result()))
     return [answers[place] for place in range(len(trials))]
 
 
-def make_batches(lengths: Sequence[int], longest: int) -> list[tuple[int, list[int]]]:
-    """Returns (max_len, places) of batches, longest first; max_len is a power of two or `longest`.
+def length_groups(lengths: Sequence[int], longest: int) -> dict[int, list[int]]:
+    """Returns the places of sequences by the cache they need: a power of two, or `longest`.
 
-    The batches of one max_len are of about one size, so that one program serves them all.
+    The longest come first, in the groups and in each of them.
     """
     groups: dict[int, list[int]] = {}
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        need = max(SHORTEST, 1 << (lengths[place] - 1).bit_length())
-        groups.setdefault(min(need, longest), []).append(place)
-    batches = []
-    for max_len, places in groups.items():
-        # Few long sequences at a time: their cache is no larger than that of many short ones.
-        most = max(1, min(MAX_SEQS, MAX_SEQS * 1024 // max_len))
-        parts = np.array_split(places, -(-len(places) // most))
-        batches += [(max_len, part.tolist()) for part in parts]
-    return batches
+        groups.setdefault(_cache_length(lengths[place], longest), []).append(place)
+    return groups
 
 
-def _run_batch(model: Model, max_len: int, batch: list[tuple[int, Trial]]) -> dict[int, Answer]:
+def _cache_length(length: int, longest: int) -> int:
+    return min(max(SHORTEST, 1 << (length - 1).bit_length()), longest)
+
+
+def _run_group(
+    model: Model, max_len: int, group: list[tuple[int, Trial]], report: Callable[[int], None]
+) -> dict[int, Answer]:
     """Returns the answers by place."""
-    runtime = RuntimeConfig(max_seqs=MAX_SEQS, max_tokens_per_step=STEP_ROWS, max_len=max_len)
-    outputs = LLM(model, runtime=runtime).generate(
-        [list(trial.prompt_ids) for _, trial in batch],
-        [trial.params for _, trial in batch],
-        progress=False,
-    )
-    return {
-        place: judge(trial, output) for (place, trial), output in zip(batch, outputs, strict=True)
-    }
+    answers = {}
+    with LLM(model, runtime=runtime_for(max_len)) as llm:
+        for start in range(0, len(group), REPORT_EVERY):
+            part = group[start : start + REPORT_EVERY]
+            outputs = llm.generate(
+                [list(trial.prompt_ids) for _, trial in part],
+                [trial.params for _, trial in part],
+                progress=False,
+            )
+            for (place, trial), output in zip(part, outputs, strict=True):
+                answers[place] = judge(trial, output)
+            report(len(part))
+    return answers
+
+
+def runtime_for(max_len: int) -> RuntimeConfig:
+    """Returns capacities for sequences of `max_len`: many short ones, or few long ones."""
+    seqs = max(1, MAX_SEQS * 1024 // max(max_len, 1024))
+    return RuntimeConfig(max_seqs=seqs, max_tokens_per_step=STEP_ROWS, max_len=max_len)
 
 
 def judge(trial: Trial, output: RequestOutput) -> Answer:
@@ -329,23 +330,18 @@ def flips(answers: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Ans
 
 
 def story_perplexity(model: Model, row: Row, seed: int) -> Perplexity:
-    """Returns the perplexity of the row's stories under teacher forcing, by full recomputation.
+    """Returns the perplexity of the row's stories under teacher forcing.
 
     Raises:
         TokenizerError: The checkpoint has no tokenizer.
     """
     items = row_items(row, seed)
-    llm = LLM(model)
-    encoded = [llm.encode(full_text(item)) for item in items]
-    losses = jax.jit(_losses, static_argnums=1)
-    # One length, one program: what follows a token does not change its logits.
-    length = max(map(len, encoded))
-    total = 0.0
-    for ids in encoded:
-        padded = jnp.asarray(np.pad(np.asarray(ids, np.int32), (0, length - len(ids))))
-        found = np.asarray(losses(model.params, model.config, padded), np.float64)
-        total += float(found[: len(ids) - 1].sum())
-    tokens = sum(len(ids) - 1 for ids in encoded)
+    encoded = [LLM(model).encode(full_text(item)) for item in items]
+    most = _cache_length(max(map(len, encoded)) + 1, model.config.max_position_embeddings)
+    with LLM(model, runtime=runtime_for(most)) as llm:
+        scored = llm.score(encoded, progress=False)
+    total = -sum(float(one.logprobs.sum(dtype=np.float64)) for one in scored)
+    tokens = sum(len(one.logprobs) for one in scored)
     characters = sum(len(item.prompt) + len(item.answer) for item in items)
     return Perplexity(
         stories=len(items),
@@ -353,9 +349,3 @@ def story_perplexity(model: Model, row: Row, seed: int) -> Perplexity:
         perplexity=float(np.exp(total / tokens)),
         bits_per_character=total / float(np.log(2)) / characters,
     )
-
-
-def _losses(params: AnyParams, config: ModelConfig, ids: Int[Array, " t"]) -> Float[Array, " n"]:
-    """Returns the negative log-probability of every token but the first."""
-    logprobs = jax.nn.log_softmax(score(params, config, ids)[:-1])
-    return -jnp.take_along_axis(logprobs, ids[1:, None], axis=1)[:, 0]

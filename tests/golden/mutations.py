@@ -159,8 +159,8 @@ def softmax_blocks_of_32(patch: Patch) -> None:
 def window_off_by_one(patch: Patch) -> None:
     """A row of a full window sees the key before it instead of its own."""
 
-    def wrong(position, size):
-        first = jnp.maximum(position - size, 0)[:, None]
+    def wrong(position, size, lowest):
+        first = jnp.maximum(position - size, lowest)[:, None]
         ranks = first + jnp.arange(size, dtype=jnp.int32)
         return jnp.where(ranks <= position[:, None], ranks, -1)
 

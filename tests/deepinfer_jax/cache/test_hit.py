@@ -11,6 +11,7 @@ from deepinfer_jax.cache.hit import (
     Miss,
     checkpoint_positions,
     encoder_layers,
+    first_decoder_row,
     halo_rows,
     hit_rule,
     usable_hit,
@@ -104,7 +105,13 @@ def test_halo_hits_are_longer_than_what_they_recompute(replay, rows):
 
 def test_a_hit_as_long_as_its_halo_saves_nothing():
     r = HitRule(
-        block_tokens=4, replay="off", keep_tokens=0, restore="halo", window=4, window_layers=3
+        block_tokens=4,
+        replay="off",
+        keep_tokens=0,
+        restore="halo",
+        window=4,
+        window_layers=3,
+        decoder_rows=0,
     )
     assert r.recomputed_rows == 10
     r = replace(r, window=3, window_layers=4)
@@ -132,6 +139,7 @@ def test_every_length_and_match_obeys_the_laws():
             restore="checkpoint",
             window=4,
             window_layers=2,
+            decoder_rows=0,
         )
         for length in range(1, 60):
             cap = length - 1 if replay == "off" else max(length - 6, 0)
@@ -191,6 +199,30 @@ def test_a_repeat_of_a_prompt_hits_its_own_last_checkpoint():
 
 def test_other_restores_take_no_checkpoints():
     assert checkpoint_positions(rule("off", "halo"), 5000) == ()
+
+
+@pytest.mark.parametrize("replay", ["mask", "compact"])
+def test_decoder_rows_begin_k_tokens_before_the_end_of_the_prompt(replay):
+    r = rule(replay)
+    assert r.decoder_rows == 2547
+    assert [first_decoder_row(r, n, n) for n in (1, 140, 141, 5000)] == [0, 0, 1, 4860]
+    assert [first_decoder_row(r, 1000, n) for n in (1001, 3407, 3408, 9000)] == [
+        860,
+        860,
+        861,
+        6453,
+    ]
+    generous = rule(replay, keep_tokens=3000)
+    assert [first_decoder_row(generous, 5000, n) for n in (5000, 5001)] == [2000, 2001]
+    assert first_decoder_row(rule("off"), 5000, 9000) == 0
+
+
+def test_a_recovery_resumes_before_its_decoder_rows():
+    """Checkpoints hold encoder rings only; without replay any border before the last row does."""
+    for length, expected in ((1001, 768), (3500, 896), (9000, 6400)):
+        assert usable_hit(rule("mask"), length, 8960, EVERY, prompt=1000).length == expected
+        assert expected <= first_decoder_row(rule("mask"), 1000, length) < expected + 128
+    assert usable_hit(rule("off"), 9000, 8960, EVERY, prompt=1000).length == 8960
 
 
 def test_halo_of_recovery():

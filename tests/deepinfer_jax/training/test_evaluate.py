@@ -83,17 +83,16 @@ def test_additions_are_sums_and_items_follow_the_seed():
 
 
 @pytest.mark.parametrize("longest", [4096, 8192])
-def test_batches_hold_every_place_once_and_fit(longest):
-    lengths = [*np.random.default_rng(0).integers(1, 4000, 100).tolist(), longest]
-    batches = evaluate.make_batches(lengths, longest)
-    assert sorted(place for _, places in batches for place in places) == list(range(101))
-    for max_len, places in batches:
-        assert all(lengths[place] <= max_len for place in places)
-        assert 1 <= len(places) <= evaluate.MAX_SEQS
-        assert len(places) * max_len <= max(evaluate.MAX_SEQS * 1024, max_len)
-    assert [max_len for max_len, _ in batches] == sorted([m for m, _ in batches], reverse=True)
-    sizes = [len(places) for max_len, places in batches if max_len == 512]
-    assert max(sizes) - min(sizes) <= 1
+def test_groups_hold_every_place_once_and_fit(longest):
+    lengths = [*np.random.default_rng(0).integers(1, 4000, 100).tolist(), longest, 512, 513]
+    groups = evaluate.length_groups(lengths, longest)
+    assert sorted(place for places in groups.values() for place in places) == list(range(103))
+    assert list(groups) == sorted(groups, reverse=True)
+    for max_len, places in groups.items():
+        assert max_len == longest or max_len.bit_count() == 1
+        assert all(max_len // 2 < lengths[place] <= max_len for place in places if max_len > 512)
+    assert 100 in groups[longest]
+    assert (101 in groups[512], 102 in groups[1024]) == (True, True)
 
 
 def test_the_expected_text_is_correct_and_another_is_not(model):
@@ -120,13 +119,14 @@ def test_a_loop_is_a_sentence_written_three_times(model):
 
 
 def test_answers_stand_in_order_and_do_not_depend_on_workers(model):
-    llm = di.LLM(model, runtime=di.RuntimeConfig(max_seqs=1, max_tokens_per_step=16))
+    llm = di.LLM(model, runtime=evaluate.runtime_for(evaluate.SHORTEST))
     rows = [replace(row, max_tokens=6) for row in evaluate.choose_rows(["talk", "list"], 3)]
     loops = replace(evaluate.LOOPS, count=2, max_tokens=6)
     trials = [t for row in (*rows, loops) for t in evaluate.make_trials(llm, row, 0)]
     seen: list[int] = []
     answers = evaluate.run_trials(model, trials, report=seen.append)
     assert sum(seen) == len(trials)
+    assert max(t.length for t in trials) <= evaluate.SHORTEST  # one program for everything here
     assert answers == evaluate.run_trials(model, trials, workers=2)
     alone = [llm.generate([list(t.prompt_ids)], t.params, progress=False)[0] for t in trials]
     assert answers == [evaluate.judge(t, one) for t, one in zip(trials, alone, strict=True)]

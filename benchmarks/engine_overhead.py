@@ -1,0 +1,93 @@
+"""Host time of the engine per decode step (acceptance C5): plan, dispatch, commit.
+
+`python benchmarks/engine_overhead.py [--requests 64 256] [--steps 200]` prints one JSON line a
+point. Host times are CPU seconds of the loop's own thread, so a busy machine does not count; the
+time spent waiting for the device is left out. First the tokens are compared with lone runs. On a
+GPU the share of time in which the device had nothing queued is estimated from a profiler trace.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+
+import deepinfer_jax as di
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.loading import Model, load
+
+
+def prompts(count: int, vocab: int) -> list[list[int]]:
+    """Returns `count` seeded prompts of 4 to 12 ids."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, vocab // 2, draw.integers(4, 13)).tolist() for _ in range(count)]
+
+
+def check(model: Model, runtime: di.RuntimeConfig) -> None:
+    """Compares tokens of a batch with those of lone requests."""
+    params = di.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine = Engine(model, runtime)
+    some = prompts(5, model.config.vocab_size)
+    together = [engine.submit(ids, params) for ids in some]
+    engine.drain()
+    for ids, request in zip(some, together, strict=True):
+        alone = engine.submit(ids, params)
+        engine.drain()
+        assert alone.output().token_ids == request.output().token_ids, ids
+
+
+def measure(model: Model, requests: int, steps: int, text: bool) -> dict[str, object]:
+    """Returns medians over decode steps in which every request has a row."""
+    runtime = di.RuntimeConfig(max_seqs=requests, max_len=steps + 64, max_tokens_per_step=2048)
+    check(model, di.RuntimeConfig(max_seqs=8, max_len=64, max_tokens_per_step=64))
+    engine = Engine(model, runtime)
+    engine.warm_up()
+    engine.trace.clock = time.thread_time
+    params = di.SamplingParams(
+        temperature=0, max_tokens=steps, ignore_eos=True, detokenize=text
+    )
+    for ids in prompts(requests, model.config.vocab_size):
+        engine.submit(ids, params)
+    engine.step()
+    engine.step()
+    engine.trace.is_on = True
+    begin = time.perf_counter()
+    for _ in range(steps - 8):
+        engine.step()
+    wall = (time.perf_counter() - begin) / (steps - 8)
+    spans: dict[str, list[float]] = {}
+    for name, start, stop, _ in engine.trace.spans:
+        spans.setdefault(name, []).append(stop - start)
+    engine.abort_all()
+    engine.drain()
+    parts = {name: median(values) * 1e6 for name, values in spans.items() if name != "wait"}
+    return {
+        "benchmark": "engine_overhead",
+        "device": jax.devices()[0].device_kind,
+        "requests": requests,
+        "text": text,
+        "host_us": round(sum(parts.values()), 1),
+        **{f"{name}_us": round(value, 1) for name, value in parts.items()},
+        "step_ms": round(wall * 1e3, 3),
+    }
+
+
+def main() -> None:
+    """Runs the points of the command line."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--requests", type=int, nargs="+", default=[64, 256])
+    arguments.add_argument("--steps", type=int, default=200)
+    arguments.add_argument("--model", default=None)
+    given = arguments.parse_args()
+    tiny = Path(__file__).parent.parent / "tests/fixtures/tiny_v41"
+    model = load(given.model or tiny, numerics="float32")
+    for requests in given.requests:
+        for text in (False, True):
+            print(json.dumps(measure(model, requests, given.steps, text)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""`AsyncLLM`: one engine for many coroutines (engine.md 1.3).
+
+A worker thread owns the engine: it steps while there is work and sleeps on its inbox otherwise.
+Callers send it messages; what it finds goes back to each caller's event loop once a step.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from deepinfer_jax.chat.messages import Messages
+from deepinfer_jax.chat.parse import ChatDelta, ChatParser
+from deepinfer_jax.chat.session import prepare_chat, read_delta, stream_params
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
+from deepinfer_jax.engine.request import Request, RequestFactory
+from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.errors import DeepInferError, InputError
+from deepinfer_jax.llm import LLM, Prompt
+from deepinfer_jax.loading import Model
+from deepinfer_jax.sampling.params import SamplingParams
+
+_News = StreamDelta | RequestOutput | BaseException
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A request as its caller sees it.
+
+    news: deltas if `is_streamed`, then the output or what went wrong; touched in `loop` alone.
+    """
+
+    name: str
+    ids: list[int]
+    params: SamplingParams
+    is_streamed: bool
+    loop: asyncio.AbstractEventLoop
+    news: "asyncio.Queue[_News]" = field(default_factory=asyncio.Queue)
+
+
+class AsyncLLM:
+    """A loaded model for asyncio: `generate`, `complete`, `score`, `chat`.
+
+    source, runtime, load_options: as `LLM`. Loading blocks; the engine is made by the worker thread
+    at first use. Callers may live in several event loops and threads. Tokens are those of
+    `LLM.generate`.
+
+    An error of the engine itself reaches every waiting caller and every later one; only `close` is
+    left then.
+
+    Raises:
+        DeepInferError: as `load`.
+    """
+
+    def __init__(
+        self,
+        source: "str | os.PathLike[str] | Model",
+        *,
+        runtime: RuntimeConfig | None = None,
+        **load_options: Any,
+    ) -> None:
+        """Loads the source unless it is a `Model` already."""
+        self._llm = LLM(source, runtime=runtime, **load_options)
+        self._factory = RequestFactory(
+            config=self.model.config,
+            runtime=self._llm.runtime,
+            tokenizer=self.model.tokenizer,
+            max_len=self._llm.max_len,
+        )
+        self._names = count()
+        self._inbox: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
+        # Guards the next five. With it, no message comes after the None that ends the worker.
+        self._lock = threading.Lock()
+        self._calls: dict[str, _Call] = {}
+        self._futures: set[Future[Any]] = set()
+        self._worker: threading.Thread | None = None
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._outbox: list[tuple[_Call, _News]] = []  # of the worker
+
+    @property
+    def model(self) -> Model:
+        """The loaded model."""
+        return self._llm.model
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[StreamDelta, None]:
+        """Returns an async iterator of what the completions of a prompt grow by.
+
+        The request starts at its first `anext`. `aclose` and cancellation abort it.
+
+        Args:
+            prompt: a text or token ids.
+            params: what is asked for.
+            request_id: a name for `abort`, not in use.
+
+        Raises:
+            InputError: something cannot be honoured. Nothing has run then.
+        """
+        ids, params = self._checked(prompt, params)
+        return self._stream(ids, params, request_id)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """Returns the finished completions of a prompt; arguments and errors as `generate`."""
+        call = self._call(*self._checked(prompt, params), request_id, is_streamed=False)
+        try:
+            output = await call.news.get()
+        finally:
+            self._abort(call)
+        if isinstance(output, BaseException):
+            raise _failed(output) from output
+        assert isinstance(output, RequestOutput)
+        return output
+
+    async def score(self, prompt: Prompt, *, top_logprobs: int = 0) -> ScoreOutput:
+        """Returns raw log-probabilities of the prompt's ids from the second on.
+
+        Raises:
+            InputError: as `generate`.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
+        return (await self.complete(prompt, params)).score()
+
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[ChatDelta, None]:
+        """Returns an async iterator of the answer to one conversation, as `LLM.stream_chat`.
+
+        Raises:
+            InputError: a message, option or parameter that cannot be honoured; nothing has run.
+            TokenizerError: the checkpoint has no tokenizer, or it lacks special tokens.
+        """
+        params = params or SamplingParams()
+        asked = stream_params(params)
+        encoder = self._llm.chat_encoder
+        prompt = prepare_chat(encoder, messages, options)
+        parser = ChatParser(encoder, prompt.conversation, params.stop)
+        source = self.generate(list(prompt.token_ids), asked)
+        return _read_chat(parser, source)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with reason "abort", soon; returns whether it was unfinished."""
+        with self._lock:
+            call = self._calls.get(request_id)
+        return call is not None and self._abort(call)
+
+    async def stats(self) -> EngineStats:
+        """Returns counters and gauges of the engine, between two of its steps."""
+        return await self._ask(Engine.stats)
+
+    async def replace_params(self, params: Any) -> None:
+        """Uses other weights of the same shapes; cached prefixes are forgotten.
+
+        Raises:
+            InputError: the tree differs in structure, shapes or dtypes, or requests are running.
+        """
+        await self._ask(partial(self._replace, params))
+
+    async def close(self) -> None:
+        """Aborts what runs, waits for the worker to end and frees the engine's memory."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._inbox.put(None)
+            worker = self._worker
+        if worker is not None:
+            await asyncio.to_thread(worker.join)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        """Returns itself; `close` is called at the end."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes."""
+        await self.close()
+
+    # -- callers ----------------------------------------------------------------------------------
+
+    def _checked(
+        self, prompt: Prompt, params: SamplingParams | None
+    ) -> tuple[list[int], SamplingParams]:
+        params = params or SamplingParams()
+        ids = self._llm.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._factory.check(ids, params, "0")
+        return ids, params
+
+    async def _stream(
+        self, ids: list[int], params: SamplingParams, request_id: str | None
+    ) -> AsyncGenerator[StreamDelta, None]:
+        call = self._call(ids, params, request_id, is_streamed=True)
+        try:
+            while not isinstance(news := await call.news.get(), RequestOutput):
+                if isinstance(news, BaseException):
+                    raise _failed(news) from news
+                yield news
+        finally:
+            self._abort(call)
+
+    def _call(
+        self, ids: list[int], params: SamplingParams, name: str | None, *, is_streamed: bool
+    ) -> _Call:
+        """Sends a request to the worker."""
+        name = f"async-{next(self._names)}" if name is None else name
+        call = _Call(name, ids, params, is_streamed, asyncio.get_running_loop())
+        with self._lock:
+            self._check_open()
+            if name in self._calls:
+                raise InputError(f"request_id must not be in use, {name!r} is")
+            self._calls[name] = call
+            self._send(partial(self._submit, call))
+        return call
+
+    def _abort(self, call: _Call) -> bool:
+        with self._lock:
+            # Another call may have taken the name of one that has ended.
+            is_there = self._calls.get(call.name) is call
+            if is_there:
+                self._inbox.put(lambda engine: engine.abort(call.name))
+        return is_there
+
+    async def _ask(self, question: Callable[[Engine], Any]) -> Any:
+        """Returns what the worker answers between two steps."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._check_open()
+            self._futures.add(future)
+            self._send(partial(self._answer, question, future))
+        return await asyncio.wrap_future(future)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise _failed(self._failure) from self._failure
+        if self._is_closed:
+            raise InputError("this AsyncLLM is closed: make a new one of its model")
+
+    def _send(self, message: Callable[[Engine], object]) -> None:
+        if self._worker is None:
+            # A daemon, so that a program that forgets `close` can end.
+            self._worker = threading.Thread(target=self._work, name="AsyncLLM", daemon=True)
+            self._worker.start()
+        self._inbox.put(message)
+
+    # -- the worker -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Runs the engine until `close` or until it fails."""
+        try:
+            engine = self._llm.engine
+            while self._read_inbox(engine):
+                if engine.has_work:
+                    self._step(engine)
+            engine.abort_all()
+            while engine.has_work:
+                self._step(engine)
+            self._llm.close()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells everybody, now and later, that there is no engine any more."""
+        with self._lock:
+            self._failure = error
+            for call in self._calls.values():
+                self._note(call, error)
+            self._calls.clear()
+            for future in self._futures:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(_failed(error))
+            self._futures.clear()
+        self._deliver()
+
+    def _read_inbox(self, engine: Engine) -> bool:
+        """Acts on all messages, and waits for one if there is nothing else; false is the end."""
+        is_idle = not engine.has_work
+        while True:
+            try:
+                message = self._inbox.get(block=is_idle)
+            except Empty:
+                return True
+            if message is None:
+                return False
+            message(engine)
+            is_idle = False
+
+    def _step(self, engine: Engine) -> None:
+        for request in engine.step():
+            self._finish(request)
+        self._deliver()
+
+    def _submit(self, call: _Call, engine: Engine) -> None:
+        sink = partial(self._note, call) if call.is_streamed else None
+        try:
+            engine.submit(call.ids, call.params, request_id=call.name, sink=sink)
+        except DeepInferError as error:  # the request's fault; any other is the engine's
+            self._release(call.name)
+            self._note(call, error)
+            self._deliver()
+
+    def _answer(
+        self, question: Callable[[Engine], Any], future: "Future[Any]", engine: Engine
+    ) -> None:
+        with self._lock:
+            self._futures.discard(future)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(question(engine))
+        except Exception as error:
+            future.set_exception(error)
+            if not isinstance(error, DeepInferError):
+                raise  # it is the engine that failed
+
+    def _replace(self, params: Any, engine: Engine) -> None:
+        stats = engine.stats()
+        while engine.has_work and not stats.running and not stats.waiting:
+            self._step(engine)  # the last steps of requests that have ended
+        engine.replace_params(params)
+
+    def _finish(self, request: Request) -> None:
+        call = self._release(request.request_id)
+        self._note(call, request.output())
+
+    def _release(self, name: str) -> _Call:
+        with self._lock:
+            return self._calls.pop(name)
+
+    def _note(self, call: _Call, news: _News) -> None:
+        self._outbox.append((call, news))
+
+    def _deliver(self) -> None:
+        """Hands what is new to the callers, one wake-up for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, _News]]] = {}
+        for call, news in self._outbox:
+            by_loop.setdefault(call.loop, []).append((call, news))
+        self._outbox.clear()
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # the loop is closed: nobody will read the rest either
+                for call, _ in items:
+                    self._abort(call)
+
+
+def _failed(error: BaseException) -> DeepInferError:
+    """Returns an error of its own for every waiting caller; raise it from `error`."""
+    if isinstance(error, DeepInferError):
+        return type(error)(*error.args)
+    return DeepInferError(
+        f"the engine failed with {error!r}, and with it every request of this AsyncLLM: close it "
+        "and make a new one"
+    )
+
+
+def _put_all(items: list[tuple[_Call, _News]]) -> None:
+    for call, news in items:
+        call.news.put_nowait(news)
+
+
+async def _read_chat(
+    parser: ChatParser, source: AsyncGenerator[StreamDelta, None]
+) -> AsyncGenerator[ChatDelta, None]:
+    try:
+        async for raw in source:
+            yield read_delta(parser, raw)
+            if parser.is_finished:
+                return
+    finally:
+        await source.aclose()
