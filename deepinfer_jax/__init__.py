@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
     from deepinfer_jax.config.presets import PRESETS, preset
     from deepinfer_jax.config.runtime import RuntimeConfig
-    from deepinfer_jax.engine.output import Completion, RequestOutput, StreamDelta
+    from deepinfer_jax.engine.engine import Engine
+    from deepinfer_jax.engine.output import Completion, RequestOutput, ScoreOutput, StreamDelta
     from deepinfer_jax.errors import (
+        CacheError,
+        CapacityError,
         CheckpointError,
         ConfigError,
         DeepInferError,
@@ -47,8 +50,11 @@ _NAMES = {
     "config.model": ("ExecutionConfig", "ModelConfig"),
     "config.presets": ("PRESETS", "preset"),
     "config.runtime": ("RuntimeConfig",),
-    "engine.output": ("Completion", "RequestOutput", "StreamDelta"),
+    "engine.engine": ("Engine",),
+    "engine.output": ("Completion", "RequestOutput", "ScoreOutput", "StreamDelta"),
     "errors": (
+        "CacheError",
+        "CapacityError",
         "CheckpointError",
         "ConfigError",
         "DeepInferError",
@@ -70,6 +76,8 @@ __all__ = [
     "LLM",
     "PRESETS",
     "AsyncLLM",
+    "CacheError",
+    "CapacityError",
     "ChatDelta",
     "ChatOutput",
     "CheckpointError",
@@ -77,6 +85,7 @@ __all__ = [
     "ConfigError",
     "DeepInferError",
     "DraftOutput",
+    "Engine",
     "ExecutionConfig",
     "InputError",
     "KernelSelectionError",
@@ -85,6 +94,7 @@ __all__ = [
     "RequestOutput",
     "RuntimeConfig",
     "SamplingParams",
+    "ScoreOutput",
     "StepOutput",
     "StreamDelta",
     "TokenizerError",

@@ -28,7 +28,8 @@ def eval(
         Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
     ] = "batch",
     tasks: Annotated[
-        str | None, typer.Option(help="Rows or tasks, separated by commas; all if not given.")
+        str | None,
+        typer.Option(help="Rows or tasks, as in story,needle-1k,loops,perplexity; all by default."),
     ] = None,
     n: Annotated[int | None, typer.Option(min=1, help="Items of every row.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the items, and of sampled answers.")] = 0,
@@ -41,53 +42,81 @@ def eval(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything to a file.")
     ] = None,
 ) -> None:
-    """Table of MODEL on the test split of nano's corpus; every answer is scored exactly.
-
-    Names of rows: see --tasks with a wrong one.
-    """
+    """Table of MODEL on the test split of nano's corpus; every answer is scored exactly."""
     from rich.console import Console
 
-    from deepinfer_jax.cli.generate import load_with_bar
     from deepinfer_jax.errors import ConfigError
-    from deepinfer_jax.training import evaluate
+    from deepinfer_jax.training.evaluate import choose_rows
 
-    rows = evaluate.choose_rows(None if tasks is None else tasks.split(","), n)
+    rows = choose_rows(None if tasks is None else tasks.split(","), n)
     if compare == numerics:
         raise ConfigError(f"--compare names the other arithmetic, got {compare!r} for both")
     if to is not None and not to.parent.is_dir():
         raise ConfigError(f"--json writes into an existing folder, got {to}: make it first")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    started = time.perf_counter()
-    record: dict[str, Any] = {"source": model, "split": evaluate.SPLIT, "seed": seed}
-    record |= {"numerics": numerics, "determinism": determinism}
-
-    def answer(arithmetic: str) -> "tuple[Model, list[Answer]]":
-        loaded = load_with_bar(console, model, numerics=arithmetic, determinism=determinism)
-        return loaded, answers_with_bar(console, loaded, rows, seed=seed, workers=workers)
-
-    loaded, answers = answer(numerics)
-    results = evaluate.summarise(answers)
-    record["rows"] = [asdict(result) | {"rate": result.rate} for result in results]
-    record["perplexity"] = None
-    if evaluate.PERPLEXITY.name in [row.name for row in rows]:
-        row = next(row for row in rows if row.name == evaluate.PERPLEXITY.name)
-        with console.status("perplexity of stories"):
-            record["perplexity"] = asdict(evaluate.story_perplexity(loaded, row, seed))
-    record["compare"] = None
-    if compare is not None:
-        changed = evaluate.flips(answers, answer(compare)[1])
-        record["compare"] = {
-            "numerics": compare,
-            "items": sum(not a.is_sampled for a in answers),
-            "flips": [{numerics: asdict(a), compare: asdict(b)} for a, b in changed],
-        }
-    record["seconds"] = round(time.perf_counter() - started, 1)
-    record["answers"] = [asdict(a) for a in answers]
+    record = collect(
+        console,
+        model,
+        rows,
+        numerics=numerics,
+        determinism=determinism,
+        compare=compare,
+        seed=seed,
+        workers=workers,
+    )
     Console(highlight=False).print(make_table(record))
     console.print(summary_line(record))
     if to is not None:
         to.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         console.print(f"written: {to}")
+
+
+def collect(
+    console: "Console",
+    source: str,
+    rows: "tuple[Row, ...]",
+    *,
+    numerics: str,
+    determinism: str,
+    compare: str | None,
+    seed: int,
+    workers: int,
+) -> dict[str, Any]:
+    """Returns everything that `eval` prints or writes, as plain values; arguments as there."""
+    from deepinfer_jax.cli.generate import load_with_bar
+    from deepinfer_jax.training import evaluate
+
+    def answer(arithmetic: str) -> "tuple[Model, list[Answer]]":
+        model = load_with_bar(console, source, numerics=arithmetic, determinism=determinism)
+        return model, answers_with_bar(console, model, rows, seed=seed, workers=workers)
+
+    started = time.perf_counter()
+    model, answers = answer(numerics)
+    perplexity = None
+    for row in rows:
+        if row.name == evaluate.PERPLEXITY.name:
+            with console.status("perplexity of stories"):
+                perplexity = asdict(evaluate.story_perplexity(model, row, seed))
+    compared = None
+    if compare is not None:
+        flips = evaluate.flips(answers, answer(compare)[1])
+        compared = {
+            "numerics": compare,
+            "items": sum(not a.is_sampled for a in answers),
+            "flips": [{numerics: asdict(a), compare: asdict(b)} for a, b in flips],
+        }
+    return {
+        "source": source,
+        "split": evaluate.SPLIT,
+        "seed": seed,
+        "numerics": numerics,
+        "determinism": determinism,
+        "rows": [asdict(row) | {"rate": row.rate} for row in evaluate.summarise(answers)],
+        "perplexity": perplexity,
+        "compare": compared,
+        "seconds": round(time.perf_counter() - started, 1),
+        "answers": [asdict(a) for a in answers],
+    }
 
 
 def answers_with_bar(

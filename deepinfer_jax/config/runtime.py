@@ -18,7 +18,8 @@ Restore = Literal["checkpoint", "halo", "bounded"]
 class RuntimeConfig:
     """How sequences are run. At level "batch" nothing but `replay` changes a bit of any output.
 
-    max_seqs: sequences that run together; more wait. max_tokens_per_step: rows of one step.
+    max_seqs: sequences that run together; more wait. max_tokens_per_step: rows of one
+    step; decode rows come first, and a prompt advances by one row at least.
     max_len: longest sequence, None for the model's limit or 4096, whichever is less.
     block_tokens: tokens per cache block, a multiple of the compression ratios and of the index
     blocks. cache_bytes: of the cache on the device; None is 1 GiB on CPU and 80 % of the free

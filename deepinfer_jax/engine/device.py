@@ -14,8 +14,8 @@ import numpy as np
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.layout import PlanLayout, blank
 from deepinfer_jax.engine.marks import edit_rows
+from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.program import EngineState, StepResult, run_step
-from deepinfer_jax.engine.scheduler import StepPlan
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import init_slots, null_marks, set_marks_program
 from deepinfer_jax.model.registry import AnyParams, network_of

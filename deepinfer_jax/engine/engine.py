@@ -21,9 +21,10 @@ from deepinfer_jax.cache.keys import root_key
 from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
 from deepinfer_jax.engine.device import Device, Flight
 from deepinfer_jax.engine.output import FinishReason, StreamDelta
+from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.engine.request import Request, RequestFactory
 from deepinfer_jax.engine.results import take_scores, token_record
-from deepinfer_jax.engine.scheduler import Limits, Scheduler
+from deepinfer_jax.engine.scheduler import Scheduler
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.engine.sizes import engine_capacity, plan_layouts
 from deepinfer_jax.engine.slots import AT_LENGTH, AT_STOP, FAILED
@@ -38,9 +39,7 @@ from deepinfer_jax.sampling.random import fresh_seed
 
 
 class Engine:
-    """Runs requests of one model; see `submit` and `step`.
-
-    clock: seconds, for metrics and deadlines.
+    """Runs requests of one model. clock: seconds, for metrics and deadlines.
 
     Raises:
         ConfigError: an option the model cannot honour.
@@ -78,6 +77,7 @@ class Engine:
         )
         limits = Limits(
             layouts=plan_layouts(self.config, runtime, self.capacity),
+            budget=runtime.max_tokens_per_step,
             depth=runtime.async_depth,
             prefix_cache=runtime.prefix_cache,
             eos=self.config.eos_token_id,
@@ -99,8 +99,6 @@ class Engine:
             stop_ids=runtime.max_stop_ids,
             alternatives=min(runtime.max_logprobs, self.config.vocab_size),
         )
-
-    # -- requests ---------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -188,14 +186,13 @@ class Engine:
     ) -> Request:
         """Queues a request that continues a running completion from where the host has read it.
 
-        Its prompt is the prompt and the output so far; cached rows are shared. options: of
-        `submit`, as the new request's `request_id`.
+        Its prompt is the prompt and the output so far. options: of `submit`, as `request_id`.
 
         Raises:
             InputError: no such request is running, or `params` cannot be honoured.
         """
         request = self._requests.get(request_id)
-        if request is None or child >= len(request.sequences):
+        if request is None or not 0 <= child < len(request.sequences):
             raise InputError(f"only a running completion can be forked, got {request_id!r}")
         parent = request.sequences[child]
         return self.submit(parent.ids[: parent.count].tolist(), params, **options)
@@ -204,8 +201,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step is in flight."""
         return bool(self._requests or self._flights)
-
-    # -- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
         """Plans and dispatches a step, reads what is due; returns the requests that are done now.
@@ -235,8 +230,6 @@ class Engine:
         while self.has_work:
             done += self.step()
         return done
-
-    # -- results ----------------------------------------------------------------------------------
 
     def _read(self, flight: Flight) -> None:
         """Takes the result of a step; the only place where the host waits for the device."""
@@ -342,8 +335,6 @@ class Engine:
             if limit is not None and self.clock() - request.submitted >= limit:
                 for sequence in request.sequences:
                     self._end(sequence, "deadline")
-
-    # -- the whole --------------------------------------------------------------------------------
 
     def warm_up(self) -> dict[str, float]:
         """Compiles every program the engine can need; returns seconds by name."""

@@ -1,8 +1,8 @@
 """Log-probabilities of a step as the host reads them, put where their requests want them."""
 
 from deepinfer_jax.engine.output import TopLogprobs
+from deepinfer_jax.engine.plan import Chunk
 from deepinfer_jax.engine.request import Request
-from deepinfer_jax.engine.scheduler import Chunk
 from deepinfer_jax.sampling.logprobs import TokenLogprobs
 
 

@@ -9,72 +9,22 @@ later, so that the first always finishes.
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.capacity import admissible, blocks_for
 from deepinfer_jax.cache.hit import (
-    HitRule,
     Miss,
     checkpoint_positions,
     usable_hit,
 )
 from deepinfer_jax.engine.admission import write_admission
-from deepinfer_jax.engine.layout import ANCHOR, PlanLayout, PlanParts, blank
+from deepinfer_jax.engine.layout import ANCHOR, PlanParts, blank
+from deepinfer_jax.engine.plan import Chunk, Limits, StepPlan
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import CacheError
 from pallas_kernels import core
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What scheduling obeys.
-
-    layouts: by rows, ascending; the last is the budget of a step. depth: results outstanding.
-    prefix_cache: whether blocks are shared. eos: ids that end a sequence.
-    """
-
-    layouts: tuple[PlanLayout, ...]
-    depth: int
-    prefix_cache: bool
-    eos: int
-    rule: HitRule
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows [start, stop) of one sequence in a step; generation guards late results."""
-
-    sequence: Sequence
-    generation: int
-    start: int
-    stop: int
-    row: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: the packed vector, and what the host must do around and after it.
-
-    before: device actions ahead of the step, as (name, arguments). emits: (sequence, generation) of
-    every token row, the first `decodes` of which are decode rows. chunks: prompt rows. checkpoints:
-    chunks after which the window state is saved.
-    """
-
-    layout: PlanLayout
-    vector: np.ndarray
-    before: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    emits: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    decodes: int = 0
-    checkpoints: list[Chunk] = field(default_factory=list)
-    rows: int = 0
-    wants_logprobs: bool = False
-    scores_prompt: bool = False
 
 
 class Scheduler:
@@ -207,7 +157,8 @@ class Scheduler:
         """Plans as many prompt rows of a sequence as the budget and its next cut allow."""
         start, end = sequence.computed, sequence.count
         cut = next((position for position in sequence.cuts if position > start), end)
-        count = min(plan.layout.rows - plan.rows, cut - start, end - start)
+        left = max(self.limits.budget - plan.rows, 0 if plan.chunks else 1)
+        count = min(left, cut - start, end - start)
         if count <= 0:
             return
         row, stop = plan.rows, start + count
@@ -237,7 +188,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, parts: PlanParts, admitted: list[Sequence]) -> None:
         """Starts waiting sequences in order of rank until something is missing."""
         for sequence in list(self.waiting):
-            if plan.rows >= plan.layout.rows or not self.free_slots:
+            full = plan.rows >= self.limits.budget and plan.chunks
+            if full or not self.free_slots:
                 return
             if _copies_soon(sequence):
                 continue

@@ -22,7 +22,7 @@ def plan_layouts(
     Otherwise all rows of a plan are computed, so there is one per power of four.
     """
     tile = config.execution.row_tile
-    most = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs), tile)
+    most = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs + 1), tile)
     sizes = [most]
     if config.execution.determinism != "batch":
         size = plan_length(1, tile)
@@ -46,7 +46,7 @@ def engine_capacity(config: ModelConfig, runtime: RuntimeConfig) -> Capacity:
     """
     tile = config.execution.row_tile
     if config.execution.determinism != "batch":
-        tile = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs), tile)
+        tile = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs + 1), tile)
     device = jax.devices()[0]
     budget = runtime.cache_bytes
     if budget is None:

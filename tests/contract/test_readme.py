@@ -42,9 +42,14 @@ def test_command_runs(command, tmp_path):
     words = shlex.split(command)
     program = Path(sys.executable).with_name(words[0])
     assert program.is_file(), f"{words[0]} is neither covered nor installed beside python"
+    (tmp_path / "prompts.jsonl").write_text(blocks("jsonl")[0])
     done = subprocess.run([program, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
+    if "--output" in words:
+        answers = (tmp_path / words[words.index("--output") + 1]).read_text()
+        assert answers.count("\n") == blocks("jsonl")[0].count("\n")
+    else:
+        assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))

@@ -37,9 +37,9 @@ def make_engine(
 
 
 @cache
-def small_cache() -> di.RuntimeConfig:
+def small_cache(numerics: str = "float32") -> di.RuntimeConfig:
     """Returns BASE with a cache of `SMALL_BLOCKS` blocks beside the null block."""
-    sizes = make_engine().capacity
+    sizes = make_engine(numerics=numerics).capacity
     slots = sizes.layout.num_slots * sizes.slot_bytes
     return replace(BASE, cache_bytes=slots + (1 + SMALL_BLOCKS) * sizes.block_bytes)
 

@@ -75,7 +75,7 @@ def test_preemption_recovers(mode):
     engine = make_engine(runtime(mode))
     requests = [engine.submit(ids, params) for ids in prompts]
     engine.drain()
-    assert engine.stats().counters["preemptions"] > 0
+    assert engine.stats().counters.get("preemptions", 0) > 0
     lone = make_engine(runtime("mask", prefix_cache=False))
     for ids, request in zip(prompts, requests, strict=True):
         assert_same(request.output(), run(lone, ids, params))

@@ -2,17 +2,28 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 import deepinfer_jax as di
 from tests.deepinfer_jax.sampling.oracle import kept
-from tests.e2e.lab import GREEDY, assert_same, lone_children, make_engine, model, run, same_floats
+from tests.e2e.lab import (
+    BASE,
+    GREEDY,
+    assert_same,
+    lone_children,
+    make_engine,
+    model,
+    run,
+    same_floats,
+)
 
 pytestmark = pytest.mark.accept(5)
 #: 12 + 12 ids everywhere, so that one program scores them all.
 PROMPT = np.random.default_rng(3).integers(3, 500, 12).tolist()
 LONG = replace(GREEDY, max_tokens=12)
+SCORE = jax.jit(di.score, static_argnums=1)
 SAMPLED = replace(LONG, temperature=0.9, seed=21)
 
 
@@ -23,7 +34,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def llm():
-    return di.LLM(model(), runtime=make_engine().runtime)
+    return di.LLM(model(), runtime=BASE)
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +43,16 @@ def free(engine):
     return run(engine, PROMPT, LONG)
 
 
+def score(ids: np.ndarray) -> np.ndarray:
+    """Returns the logits of `di.score`, compiled once."""
+    return np.asarray(SCORE(model().params, model().config, ids))
+
+
 def logits_after(output) -> np.ndarray:
     """Returns the float32 logits [12, v] that chose the tokens of a 12-token output."""
     ids = np.array([*output.prompt_token_ids, *output.token_ids], np.int32)
     assert len(ids) == 24
-    return np.asarray(di.score(model().params, model().config, ids))[11:23]
+    return score(ids)[11:23]
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -163,7 +179,7 @@ def test_raw_logprobs_are_those_of_the_untouched_head(engine):
 def test_prompt_logprobs_are_those_of_score(engine, llm):
     ids = np.random.default_rng(8).integers(3, 500, 24).tolist()
     output = run(engine, ids, replace(GREEDY, prompt_logprobs=2))
-    rows = np.asarray(di.score(model().params, model().config, np.array(ids, np.int32)))[:-1]
+    rows = score(np.array(ids, np.int32))[:-1]
     for row, token, found, top in zip(
         rows, ids[1:], output.prompt_logprobs, output.prompt_top_logprobs, strict=True
     ):
