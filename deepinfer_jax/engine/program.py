@@ -160,6 +160,8 @@ def _choose(
     size = -(-layout.slots // TILE) * TILE
     emit = jnp.pad(parts.emit, (0, size - layout.slots))
     wants = parts.header[2] > 0
+    image = config.image_token_id  # stands for pixels: no text has it
+    never = None if image is None else jnp.arange(config.vocab_size) == image
     ops = ops_for(config.execution)
 
     def tile(index: Int[Array, ""] | int, found: tuple) -> tuple:
@@ -171,7 +173,8 @@ def _choose(
         rules, place = slots.rules.take(slot), plan.position[row] + 1
 
         def pick(full: bool) -> tuple[Array, Array, Array]:
-            return sample_tile(logits, rules, place, row_edits(slots, slot, full=full))
+            edits = row_edits(slots, slot, full=full)
+            return sample_tile(logits, rules, place, edits, never_emit=never)
 
         token, status, log_p = lax.cond(
             slots.edited[slot].any(), lambda: pick(True), lambda: pick(False)

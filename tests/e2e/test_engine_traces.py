@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.e2e.lab import BASE, make_engine, small_cache
-from tests.e2e.traces import request_pool, run_trace
+from tests.e2e.traces import growing_pool, request_pool, run_trace
 
 pytestmark = pytest.mark.accept(5)
 FAST = 12
 FULL = 200
+GROUP = 20
+EVENTS = ("aborts", "forks", "preemptions", "evictions", "hits")
 
 
 def _runtime(seed: int):
@@ -27,9 +29,9 @@ def _runtime(seed: int):
 @pytest.fixture(scope="module")
 def met() -> Counter[str]:
     """What the fast traces met together."""
-    pool, total = request_pool(1, 24), Counter()
+    pools, total = (request_pool(1, 24), growing_pool(2, 6)), Counter()
     for seed in range(FAST):
-        total += run_trace(make_engine(_runtime(seed)), pool, seed, 9)
+        total += run_trace(make_engine(_runtime(seed)), pools[seed % 2], seed, 9)
     return total
 
 
@@ -37,16 +39,16 @@ def test_random_traces_give_the_bits_of_lone_runs(met):
     assert met["requests"] >= FAST * 9
 
 
-@pytest.mark.parametrize("event", ["aborts", "forks", "preemptions", "evictions", "hits"])
+@pytest.mark.parametrize("event", EVENTS)
 def test_the_traces_meet(met, event):
     assert met[event] > 0
 
 
 @pytest.mark.slow
-def test_two_hundred_traces():
-    total = Counter()
-    for seed in range(FULL):
-        pool = request_pool(100 + seed // 20, 60)
-        total += run_trace(make_engine(_runtime(seed)), pool, seed, 12)
-    print(f"{FULL} traces: {dict(total)}")
-    assert min(total[name] for name in ("aborts", "forks", "preemptions", "evictions")) > 0
+@pytest.mark.parametrize("group", range(FULL // GROUP))
+def test_two_hundred_traces(group):
+    pools, total = (request_pool(100 + group, 60), growing_pool(200 + group, 20)), Counter()
+    for seed in range(group * GROUP, (group + 1) * GROUP):
+        total += run_trace(make_engine(_runtime(seed)), pools[seed % 2], seed, 12)
+    print(f"traces {group * GROUP} to {seed}: {dict(total)}")
+    assert min(total[name] for name in EVENTS) > 0

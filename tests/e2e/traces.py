@@ -10,7 +10,26 @@ from deepinfer_jax.engine.request import Request
 from tests.e2e.lab import alone, assert_same, lone_children, same_floats
 
 MOST_STEPS = 4000
+IMAGE = 502
 Kind = tuple[tuple[int, ...], di.SamplingParams]
+
+
+def growing_pool(seed: int, size: int) -> list[Kind]:
+    """Returns requests whose outputs outgrow the small cache: they preempt each other."""
+    rng = random.Random(seed)
+    pool = []
+    for _ in range(size):
+        ids = tuple(rng.randrange(3, 500) for _ in range(rng.randint(30, 60)))
+        params = di.SamplingParams(
+            temperature=rng.choice([0, 1]),
+            seed=rng.getrandbits(64),
+            max_tokens=40,
+            ignore_eos=True,
+            logprobs=rng.choice([None, 1]),
+            priority=rng.choice([0, 0, 1]),
+        )
+        pool.append((ids, params))
+    return pool
 
 
 def request_pool(seed: int, size: int) -> list[Kind]:
@@ -83,7 +102,8 @@ class TraceRun:
         live = self.live()
         name = self.rng.choice(sorted(live))
         parent = live[name].sequences[0]
-        if parent.count + params.max_tokens <= 250:
+        has_image = IMAGE in parent.ids[: parent.count]  # emitted, and refused in a prompt
+        if parent.count + params.max_tokens <= 250 and not has_image:
             new = f"f{len(self.requests)}"
             self.requests[new] = self.engine.fork(name, params, request_id=new)
 
