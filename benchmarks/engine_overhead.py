@@ -46,9 +46,7 @@ def measure(model: Model, requests: int, steps: int, text: bool) -> dict[str, ob
     engine = Engine(model, runtime)
     engine.warm_up()
     engine.trace.clock = time.thread_time
-    params = di.SamplingParams(
-        temperature=0, max_tokens=steps, ignore_eos=True, detokenize=text
-    )
+    params = di.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=text)
     for ids in prompts(requests, model.config.vocab_size):
         engine.submit(ids, params)
     engine.step()

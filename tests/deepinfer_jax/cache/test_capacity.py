@@ -49,8 +49,8 @@ def test_total_is_the_bytes_of_the_allocated_state(name):
 def test_released_model_has_the_published_bytes():
     capacity = plan_capacity(FLASH, 2**33, **SIZES | {"max_len": 2**20, "row_tile": 1})
     assert capacity.block_bytes == 128 * 890
-    # Published rings and tails, then our look-back, length and row of the block table.
-    assert capacity.slot_bytes == 3_128_352 + 4 * (6 + 3) + 4 + 4 * 8192
+    # Published rings and tails, then our look-back, length, three limits, row of the block table.
+    assert capacity.slot_bytes == 3_128_352 + 4 * (6 + 3) + 4 * (1 + 3) + 4 * 8192
     assert capacity.layout.num_blocks == (2**33 - 4 * capacity.slot_bytes) // (128 * 890)
 
 
