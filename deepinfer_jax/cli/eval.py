@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from deepinfer_jax.config.model import Replay
     from deepinfer_jax.loading import Model
     from deepinfer_jax.training.evaluate import Answer, Row
 
@@ -37,6 +38,10 @@ def eval(
         Literal["checkpoint", "float32"] | None,
         typer.Option(help="Answer again in this arithmetic; count greedy verdicts that change."),
     ] = None,
+    replay: Annotated[
+        Literal["off", "mask", "compact"],
+        typer.Option(help="What late layers see of a prompt: all, or its end."),
+    ] = "off",
     workers: Annotated[int, typer.Option(min=1, help="Batches that run at the same time.")] = 2,
     to: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything to a file.")
@@ -61,6 +66,7 @@ def eval(
         numerics=numerics,
         determinism=determinism,
         compare=compare,
+        replay=replay,
         seed=seed,
         workers=workers,
     )
@@ -79,6 +85,7 @@ def collect(
     numerics: str,
     determinism: str,
     compare: str | None,
+    replay: "Replay",
     seed: int,
     workers: int,
 ) -> dict[str, Any]:
@@ -88,7 +95,8 @@ def collect(
 
     def answer(arithmetic: str) -> "tuple[Model, list[Answer]]":
         model = load_with_bar(console, source, numerics=arithmetic, determinism=determinism)
-        return model, answers_with_bar(console, model, rows, seed=seed, workers=workers)
+        run = answers_with_bar(console, model, rows, replay=replay, seed=seed, workers=workers)
+        return model, run
 
     started = time.perf_counter()
     model, answers = answer(numerics)
@@ -111,6 +119,7 @@ def collect(
         "seed": seed,
         "numerics": numerics,
         "determinism": determinism,
+        "replay": replay,
         "rows": [asdict(row) | {"rate": row.rate} for row in evaluate.summarise(answers)],
         "perplexity": perplexity,
         "compare": compared,
@@ -120,7 +129,13 @@ def collect(
 
 
 def answers_with_bar(
-    console: "Console", model: "Model", rows: "tuple[Row, ...]", *, seed: int, workers: int
+    console: "Console",
+    model: "Model",
+    rows: "tuple[Row, ...]",
+    *,
+    replay: "Replay",
+    seed: int,
+    workers: int,
 ) -> "list[Answer]":
     """Returns the answers of all rows that ask for any, with a bar of items."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -136,7 +151,11 @@ def answers_with_bar(
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=len(trials))
         return evaluate.run_trials(
-            model, trials, workers=workers, report=lambda done: bar.advance(task, done)
+            model,
+            trials,
+            workers=workers,
+            replay=replay,
+            report=lambda done: bar.advance(task, done),
         )
 
 

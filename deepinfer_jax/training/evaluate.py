@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from deepinfer_jax.config.model import Replay
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.output import RequestOutput
 from deepinfer_jax.errors import ConfigError
@@ -215,6 +216,7 @@ def run_trials(
     trials: Sequence[Trial],
     *,
     workers: int = 1,
+    replay: Replay = "off",
     report: Callable[[int], None] = lambda done: None,
 ) -> list[Answer]:
     """Returns the judged answers in the order of the trials.
@@ -223,13 +225,20 @@ def run_trials(
         model: The checkpoint.
         trials: Of any rows; those of about one length share an engine.
         workers: Engines that run (and compile) at the same time, each in a thread.
+        replay: What late layers see of a prompt (`RuntimeConfig.replay`).
         report: Called now and then with the number of new answers, from these threads.
     """
     answers: dict[int, Answer] = {}
     groups = length_groups([t.length for t in trials], model.config.max_position_embeddings)
     with ThreadPoolExecutor(workers) as pool:
         running = [
-            pool.submit(_run_group, model, max_len, [(p, trials[p]) for p in places], report)
+            pool.submit(
+                _run_group,
+                model,
+                runtime_for(max_len, replay),
+                [(p, trials[p]) for p in places],
+                report,
+            )
             for max_len, places in groups.items()
         ]
         for done in running:
@@ -253,11 +262,14 @@ def _cache_length(length: int, longest: int) -> int:
 
 
 def _run_group(
-    model: Model, max_len: int, group: list[tuple[int, Trial]], report: Callable[[int], None]
+    model: Model,
+    runtime: RuntimeConfig,
+    group: list[tuple[int, Trial]],
+    report: Callable[[int], None],
 ) -> dict[int, Answer]:
     """Returns the answers by place."""
     answers = {}
-    with LLM(model, runtime=runtime_for(max_len)) as llm:
+    with LLM(model, runtime=runtime) as llm:
         for start in range(0, len(group), REPORT_EVERY):
             part = group[start : start + REPORT_EVERY]
             outputs = llm.generate(
@@ -271,10 +283,12 @@ def _run_group(
     return answers
 
 
-def runtime_for(max_len: int) -> RuntimeConfig:
+def runtime_for(max_len: int, replay: Replay = "off") -> RuntimeConfig:
     """Returns capacities for sequences of `max_len`: many short ones, or few long ones."""
     seqs = max(1, MAX_SEQS * 1024 // max(max_len, 1024))
-    return RuntimeConfig(max_seqs=seqs, max_tokens_per_step=STEP_ROWS, max_len=max_len)
+    return RuntimeConfig(
+        max_seqs=seqs, max_tokens_per_step=STEP_ROWS, max_len=max_len, replay=replay
+    )
 
 
 def judge(trial: Trial, output: RequestOutput) -> Answer:

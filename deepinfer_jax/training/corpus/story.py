@@ -53,7 +53,11 @@ def split_sentences(text: str) -> tuple[list[str], str]:
     for found in _SENTENCE.finditer(text):
         sentences.append(found[0].strip())
         end = found.end()
-    return sentences, text[end:].strip()
+    rest = text[end:].strip()
+    # Cut off in or right behind a quotation ('Mara says "Thank you!'), the last one is unfinished.
+    if sentences and sentences[-1].count('"') == 1 and (not rest or rest.startswith('"')):
+        rest = f"{sentences.pop()}{rest}"
+    return sentences, rest
 
 
 def check_story(text: str) -> StoryReport:

@@ -166,3 +166,11 @@ def test_unknown_sentences_and_loops_are_not_consistent():
     assert check_story(STORY + "Mara is happy. " * 3).repeated == 3
     assert not check_story(STORY + "Mara is happy. " * 3).consistent
     assert not check_story("").consistent
+
+
+@pytest.mark.parametrize("end", ['says "Thank you!', 'says "Thank you!"', 'says "Tha', "says"])
+def test_a_sentence_cut_in_its_quotation_is_unfinished_not_unknown(end):
+    report = check_story(f"Mara lives in Oakford. Bela {end}")
+    assert report.sentences == report.known == 1
+    whole = check_story('Mara lives in Oakford. Bela says "Thank you!" to Mara.')
+    assert whole.sentences == whole.known == 2
