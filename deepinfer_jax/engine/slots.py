@@ -10,6 +10,7 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from deepinfer_jax.engine.layout import ADMIT_FLOATS, ADMIT_INTS
+from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.sampling.edits import Edits
 from deepinfer_jax.sampling.rows import RowParams
@@ -107,7 +108,16 @@ def admit(slots: SlotState, admits: Int[Array, "a w"]) -> tuple[SlotState, dict[
 
 
 def ids_before(ints: dict[str, Array], count: int) -> Int[Array, "a n"]:
-    """Returns the `count` token ids before each admitted sequence's first row."""
+    """Returns the `count` token ids before each admitted sequence's first row.
+
+    Raises:
+        ConfigError: an Engram that looks further back than the plan has room for.
+    """
+    if count > 3:
+        raise ConfigError(
+            f"engram_max_ngram_size must be at most 4 for the engine, this model looks {count} "
+            "tokens back"
+        )
     names = [f"before_{place}" for place in range(3 - count, 3)]
     columns = [ints[name] for name in names]
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((ints["slot"].shape[0], 0), int)

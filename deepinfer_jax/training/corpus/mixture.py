@@ -50,7 +50,7 @@ MIXTURE: Mapping[str, float] = {
     "talk": 0.02,
 }
 # Weight of a learned token. Most tokens of a story are free choices; answers are not.
-TOKEN_WEIGHTS: Mapping[str, int] = dict.fromkeys(TASKS, 4) | {"story": 1, "needle": 8}
+TOKEN_WEIGHTS: Mapping[str, float] = dict.fromkeys(TASKS, 4.0) | {"story": 1.0, "needle": 8.0}
 
 
 def make_item(

@@ -38,6 +38,14 @@ LEGAL = {
     "verify": ("exact", "rejection", "block"),
     "deadline_s": (None, 1, 0.5),
     "priority": (-5, 0, 7),
+    "logprobs_mode": ("raw", "processed"),
+    "allowed_token_ids": (None, (0,), (5, 6)),
+    "bad_words": ((), ("a",)),
+    "include_stop_str_in_output": (True, False),
+    "skip_special_tokens": (True, False),
+    "detokenize": (True, False),
+    "cache_salt": ("", "tenant"),
+    "bypass_prefix_cache": (True, False),
 }
 ILLEGAL = {
     "temperature": (*NOT_NUMBERS, -0.1, -1),
@@ -73,6 +81,14 @@ ILLEGAL = {
     "verify": (None, True, "greedy", "Exact", 0),
     "deadline_s": (True, "1", math.nan, math.inf, HUGE, 0, -1),
     "priority": (*NOT_INTEGERS, None),
+    "logprobs_mode": (None, True, "Raw", 0),
+    "allowed_token_ids": (5, [5], (), (-1,), (True,), (1.0,)),
+    "bad_words": (None, "a", ["a"], ("",), (b"a",), (1,)),
+    "include_stop_str_in_output": (None, 0, 1, "true"),
+    "skip_special_tokens": (None, 0, 1, "true"),
+    "detokenize": (None, 0, 1, "true"),
+    "cache_salt": (None, 0, b"x", "\ud800"),
+    "bypass_prefix_cache": (None, 0, 1, "true"),
 }
 
 

@@ -43,7 +43,7 @@ def test_empty_places_are_padding_without_weight(rendered):
 
 
 def test_weights_follow_labels_and_no_first_token_is_a_target(rendered):
-    packed = pack(rendered, LENGTH, 0, pad_id=PAD, task_weights={"list": 3})
+    packed = pack(rendered, LENGTH, 0, pad_id=PAD, task_weights={"list": 3.0})
     first = (packed.segments > 0) & (packed.positions == 0)
     assert not packed.weights[first].any()
     assert set(packed.weights[packed.labels == COMPLETION]) == {1.0, 3.0}

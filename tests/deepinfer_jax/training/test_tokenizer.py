@@ -19,7 +19,7 @@ from deepinfer_jax.training.tokenizer import (
 )
 
 FOLDER = Path(deepinfer_jax.__file__).parent / "data" / "nano"
-SHA256 = "3831dd28b7c7e3f20b0ea93e2f4de7639fbce291ff06319ec67144ed4a644a6a"
+SHA256 = "8eb944b1020aa78d55d3998269ac41c3f888fa69a4bb5eb1edf8d89df8385fad"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_training_is_deterministic():
 
 
 def test_size_and_order(tokenizer):
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE == 4096
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE == 2048
     spelled = [tokenizer.id_to_token(i) for i in range(VOCAB_SIZE)]
     assert None not in spelled
     assert len(set(spelled)) == VOCAB_SIZE
@@ -106,7 +106,7 @@ def test_engram_reduction_has_the_reported_size(tokenizer):
         reduction_key(tokenizer.decode([i], skip_special_tokens=False), tokenizer.id_to_token(i))
         for i in range(VOCAB_SIZE)
     }
-    assert len(keys) == 3608
+    assert len(keys) == 1557
 
 
 def test_recipe_encodes_every_kind_of_turn(tokenizer, recipe_tokenizer):
