@@ -63,8 +63,9 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def edited(row: np.ndarray, output: list[int], params: di.SamplingParams) -> np.ndarray:
-    """Returns one row of logits after steps 3 to 5 of engine.md 5.2; stop ids are not in it."""
+    """Returns one row of logits after steps 2 to 5 of engine.md 5.2; stop ids are not in it."""
     row = row.copy()
+    row[model().config.image_token_id] = -np.inf
     for token, bias in (params.logit_bias or {}).items():
         row[token] = -np.inf if bias == -100 else row[token] + np.float32(bias)
     counts = np.bincount(output, minlength=len(row))
