@@ -59,7 +59,14 @@ def waves(engine: Engine, work: list[Job]) -> list[Request]:
 def static(model: Model, slots: int, work: list[Job]) -> tuple[list[tuple[int, ...]], dict]:
     """Returns tokens and figures of batches of fixed shape over the pure functions."""
     config, runtime = model.config, di.RuntimeConfig(max_seqs=slots, max_len=512)
-    choose = jax.jit(lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    image = config.image_token_id  # the engine never emits it either
+
+    @jax.jit
+    def choose(logits: jax.Array) -> jax.Array:
+        if image is not None:
+            logits = logits.at[:, image].set(-jnp.inf)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
     tokens: list[tuple[int, ...]] = []
     steps = rows = 0
     seconds = 0.0
