@@ -86,16 +86,15 @@ class Scheduler:
         budget = self.limits.layouts[-1]
         vector, parts = blank(budget)
         plan = StepPlan(layout=budget, vector=vector)
-        admitted = plan.admitted
-        self._fork(plan, admitted)
+        self._fork(plan)
         self._decode(plan, parts)
         for sequence in list(self.active):
             if sequence.phase is Phase.PREFILL:
                 self._chunk(plan, parts, sequence)
-        self._admit(plan, parts, admitted)
+        self._admit(plan, parts)
         if not plan.rows:
             return None
-        for place, sequence in enumerate(admitted):
+        for place, sequence in enumerate(plan.admitted):
             if sequence.slot:
                 write_admission(parts.admits[place], sequence, self.limits.rule, self.limits.eos)
         for place, entry in enumerate(self._deltas):
@@ -185,7 +184,7 @@ class Scheduler:
         if stop == end:
             sequence.phase = Phase.RUNNING
 
-    def _admit(self, plan: StepPlan, parts: PlanParts, admitted: list[Sequence]) -> None:
+    def _admit(self, plan: StepPlan, parts: PlanParts) -> None:
         """Starts waiting sequences in order of rank until something is missing."""
         for sequence in list(self.waiting):
             full = plan.rows >= self.limits.budget and plan.chunks
@@ -195,7 +194,7 @@ class Scheduler:
                 continue
             if not self._start(plan, sequence):
                 return
-            admitted.append(sequence)
+            plan.admitted.append(sequence)
             self._chunk(plan, parts, sequence)
 
     def _start(self, plan: StepPlan, sequence: Sequence) -> bool:
@@ -268,7 +267,7 @@ class Scheduler:
         if sequence.has_edits:
             plan.before.append(("edit", (sequence,)))
 
-    def _fork(self, plan: StepPlan, admitted: list[Sequence]) -> None:
+    def _fork(self, plan: StepPlan) -> None:
         """Starts children whose sibling has just computed the prompt from a copy of its rows.
 
         The copy is one token short: the last prompt row runs again and gives the child its own
@@ -294,7 +293,7 @@ class Scheduler:
             child.written = length - 1
             child.published = len(shared) if self.limits.prefix_cache else 0
             child.cached = length - 1
-            admitted.append(child)
+            plan.admitted.append(child)
 
     # -- results ----------------------------------------------------------------------------------
 

@@ -5,8 +5,6 @@ context of any block is a slice of them, and all blocks of a batch run as one se
 the same projections, experts, residual mixing and attention fold. A test holds both forms equal.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +19,8 @@ from deepinfer_jax.model.attention.window import window_ranks
 from deepinfer_jax.model.draft import draft_moe, draft_settings, main_features, stage_rope
 from deepinfer_jax.model.layer import OwnLayer, layer_at
 from deepinfer_jax.model.params import DraftParams, LayerParams, Leaf, Params
-from deepinfer_jax.numerics.ops import Ops, ops_for
-from deepinfer_jax.training.forward import training_config, training_forward
+from deepinfer_jax.numerics.ops import Ops
+from deepinfer_jax.training.forward import training_config, training_forward, training_ops
 
 
 @struct.dataclass
@@ -47,11 +45,6 @@ class Blocks:
     def positions(self, size: int, offset: int = 0) -> Int[Array, "a k"]:
         """Returns the indices anchor + offset + 0..size-1 in the sequences."""
         return self.anchor[:, None] + offset + jnp.arange(size, dtype=jnp.int32)
-
-
-def training_ops(config: ModelConfig) -> Ops:
-    """Returns the primitives of the training forward."""
-    return replace(ops_for(training_config(config).execution), training=True)
 
 
 def target_rows(params: Params, config: ModelConfig, ids: Int[Array, "b t"]) -> TargetRows:

@@ -25,8 +25,8 @@ from deepinfer_jax.training.draft_forward import (
     TargetRows,
     block_hidden,
     block_logits,
-    training_ops,
 )
+from deepinfer_jax.training.forward import training_ops
 from deepinfer_jax.training.losses import expert_load
 
 #: Chance of a block without weighted tokens against one with a single such token.

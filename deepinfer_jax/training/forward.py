@@ -18,7 +18,7 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.registry import empty_cache
 from deepinfer_jax.model.state import CacheLayout
 from deepinfer_jax.model.tile import Rows
-from deepinfer_jax.numerics.ops import ops_for
+from deepinfer_jax.numerics.ops import Ops, ops_for
 
 BLOCK_TOKENS = 128
 
@@ -32,6 +32,11 @@ def training_config(config: ModelConfig) -> ModelConfig:
     if config.model_type != "deepseek_v41":
         raise ConfigError(f"training supports deepseek_v41 only, got {config.model_type!r}")
     return replace(config, execution=ExecutionConfig(numerics="float32", determinism="off"))
+
+
+def training_ops(config: ModelConfig) -> Ops:
+    """Returns the primitives that training computes with; errors as `training_config`."""
+    return replace(ops_for(training_config(config).execution), training=True)
 
 
 def training_forward(
@@ -69,7 +74,7 @@ def training_forward(
         valid=jnp.ones((batch * length,), bool),
     )
     _, hidden, seen = network.run_tile(
-        replace(ops_for(config.execution), training=True),
+        training_ops(config),
         config,
         params,
         empty_cache(config, layout),  # pyright: ignore[reportArgumentType]
