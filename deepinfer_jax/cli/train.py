@@ -53,6 +53,7 @@ def train(
     from rich.console import Console
 
     from deepinfer_jax.errors import ConfigError
+    from deepinfer_jax.training import data as data_files
     from deepinfer_jax.training import loop as loops
     from deepinfer_jax.training.config import nano_config
     from deepinfer_jax.training.export import export_checkpoint
@@ -78,15 +79,15 @@ def train(
     tokenizer = tokenizer or NANO_TOKENIZER
     if items is not None:
         with console.status(f"drawing {items:,} items"):
-            packed = loops.pack_corpus(tokenizer, items=items, length=length, seed=seed)
-            loops.save_packed(data, packed)
+            packed = data_files.pack_corpus(tokenizer, items=items, length=length, seed=seed)
+            data_files.save_packed(data, packed)
         kept = int((packed.ids != packed.special["pad_token_id"]).sum())
         size = data.stat().st_size
         console.print(f"{data}: {packed.ids.shape}, {kept:,} tokens, {size / 1e6:.1f} MB")
         if steps is None:
             return
     assert steps is not None
-    packed = loops.load_packed(data)
+    packed = data_files.load_packed(data)
     config = nano_config(len(packed.token_map), packed.compressed_vocab_size, **packed.special)
     settings = OptimiserSettings(
         steps=steps,
@@ -94,7 +95,7 @@ def train(
         warmup_steps=warmup,
         loss=LossSettings(index_coefficient=index_loss, remat=remat),
     )
-    token_map = loops.packed_token_map(packed, config.vocab_size)
+    token_map = data_files.packed_token_map(packed, config.vocab_size)
     state = initial_state(init_params(config, seed, token_map), settings)
     notes = {"seed": seed, "data": data.name, "batch": batch, "length": length}
     if long_data is not None:
@@ -105,13 +106,13 @@ def train(
         if changed:
             raise ConfigError(f"--resume continues with the same options: the run had {changed}")
         console.print(f"resumed after step {int(state.step)}" if found else "no saved state yet")
-    batch_at = loops.packed_batches(packed, batch=batch, length=length, seed=seed)
+    batch_at = data_files.packed_batches(packed, batch=batch, length=length, seed=seed)
     if long_data is not None:
-        more = loops.load_packed(long_data)
+        more = data_files.load_packed(long_data)
         size = more.ids.shape[1]
         count = max(1, batch * length // size)
-        longer = loops.packed_batches(more, batch=count, length=size, seed=seed)
-        batch_at = loops.alternating(batch_at, longer, long_every)
+        longer = data_files.packed_batches(more, batch=count, length=size, seed=seed)
+        batch_at = data_files.alternating(batch_at, longer, long_every)
     bounds = loops.LoopSettings(
         steps=steps, seconds=seconds, save_every=save_every, log_every=log_every
     )

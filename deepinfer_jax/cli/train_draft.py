@@ -39,6 +39,7 @@ def train_draft(
     from deepinfer_jax.errors import ConfigError
     from deepinfer_jax.loading import load
     from deepinfer_jax.speculative.calibration import FILE_NAME
+    from deepinfer_jax.training import data as data_files
     from deepinfer_jax.training import draft as drafts
     from deepinfer_jax.training import loop as loops
     from deepinfer_jax.training.draft_loss import DraftLossSettings
@@ -48,7 +49,7 @@ def train_draft(
     if newest_state(out) is not None and not resume:
         raise ConfigError(f"{out} holds saved states: add --resume, or choose another folder")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    packed = loops.load_packed(data)
+    packed = data_files.load_packed(data)
     model = load(target, numerics="float32", determinism="off")
     drafts.check_data(packed, model.params, model.config)
     drafts.check_exportable(model.params)
@@ -69,7 +70,7 @@ def train_draft(
         state = loops.run_steps(
             state,
             drafts.compiled_draft_step(model.params, model.config, settings),
-            loops.packed_batches(packed, batch=batch, length=length, seed=seed),
+            data_files.packed_batches(packed, batch=batch, length=length, seed=seed),
             loops.LoopSettings(
                 steps=steps, seconds=seconds, save_every=save_every, log_every=log_every
             ),

@@ -22,10 +22,11 @@ from deepinfer_jax.model.draft import draft_params, draft_settings
 from deepinfer_jax.model.params import DraftParams, Params
 from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.model.spec import ParamSpec
+from deepinfer_jax.training.data import Packed, packed_token_map
 from deepinfer_jax.training.draft_forward import target_rows
 from deepinfer_jax.training.draft_loss import draft_loss, draw_blocks
 from deepinfer_jax.training.forward import training_config
-from deepinfer_jax.training.loop import Packed, Step, packed_token_map
+from deepinfer_jax.training.loop import Step
 from deepinfer_jax.training.losses import balanced_bias
 from deepinfer_jax.training.quantise import straight_through
 from deepinfer_jax.training.state import (

@@ -2,6 +2,7 @@
 
 from deepinfer_jax.training.corpus.encode import Rendered, render, render_batch
 from deepinfer_jax.training.corpus.mixture import (
+    COPY_WEIGHT,
     MIXTURE,
     TASKS,
     THINKING_TASKS,
@@ -16,6 +17,7 @@ from deepinfer_jax.training.corpus.story import StoryReport, check_story
 from deepinfer_jax.training.corpus.template import expected_text, full_text, prompt_text
 
 __all__ = [
+    "COPY_WEIGHT",
     "MIXTURE",
     "TASKS",
     "THINKING_TASKS",

@@ -68,7 +68,7 @@ SPOTS = (
     "farm",
     "bridge",
 )
-COLORS = ("red", "blue", "green", "yellow", "white", "black", "brown", "orange")
+COLORS = ("red", "blue", "green", "yellow", "white", "black", "brown", "pink")
 ANIMALS = ("dog", "cat", "horse", "bird", "rabbit", "goat")
 JOBS = ("baker", "teacher", "doctor", "farmer", "painter", "pilot", "singer", "cook", "sailor")
 WEATHER = ("sunny", "rainy", "windy", "cloudy", "snowy", "foggy")

@@ -58,6 +58,7 @@ def pack(
     *,
     pad_id: int,
     task_weights: Mapping[str, float] | None = None,
+    copy_weight: float = 0.0,
     align: int = 1,
 ) -> Packed:
     """Returns items packed into rows of `length` tokens, in an order drawn from `seed`.
@@ -68,6 +69,7 @@ def pack(
         seed: orders the items and the rows.
         pad_id: id of empty places.
         task_weights: weight of completions and plain text by task, 1 if not given; prompts have 0.
+        copy_weight: added to the weight of learned tokens that copy a name (`Rendered.copies`).
         align: every item starts at a multiple of it (the compression ratio, for instance).
     """
     draw = Draw("pack", seed)
@@ -89,7 +91,8 @@ def pack(
             segments[row, place] = segment
             positions[row, place] = np.arange(len(item.ids))
             learned = (item.labels == COMPLETION) | (item.labels == TEXT)
-            weights[row, place] = learned * (task_weights or {}).get(item.item.task, 1.0)
+            weight = (task_weights or {}).get(item.item.task, 1.0) + copy_weight * item.copies
+            weights[row, place] = learned * weight
             weights[row, start] = 0.0
             start += sizes[member]
     return Packed(ids, weights, segments, positions, labels, len(items) - len(ordered))

@@ -15,11 +15,12 @@ from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.training import draft as drafts
 from deepinfer_jax.training import loop as loops
 from deepinfer_jax.training.config import nano_config
+from deepinfer_jax.training.data import Packed, save_packed
 from deepinfer_jax.training.draft_forward import Blocks, block_hidden, block_logits, target_rows
 from deepinfer_jax.training.draft_loss import DraftLossSettings, draft_loss, draw_blocks
 from deepinfer_jax.training.export import export_checkpoint
 from deepinfer_jax.training.forward import training_config
-from deepinfer_jax.training.loop import LoopSettings, Packed, run_steps, save_packed
+from deepinfer_jax.training.loop import LoopSettings, run_steps
 from deepinfer_jax.training.quantise import quantised_params
 from deepinfer_jax.training.state import OptimiserSettings
 from tests.deepinfer_jax.training.tiny_training import SMALL, counting, parameters, random_ids

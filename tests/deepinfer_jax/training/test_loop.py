@@ -12,10 +12,12 @@ from deepinfer_jax.cli.train import NANO_TOKENIZER
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.loading import read_tokenizer
 from deepinfer_jax.model.engram.vocabulary import build_token_map
+from deepinfer_jax.training import data as training_data
 from deepinfer_jax.training import loop as loops
 from deepinfer_jax.training.config import nano_config
+from deepinfer_jax.training.data import Packed
 from deepinfer_jax.training.init import init_params
-from deepinfer_jax.training.loop import LoopSettings, Packed, train
+from deepinfer_jax.training.loop import LoopSettings, train
 from deepinfer_jax.training.state import OptimiserSettings, initial_state
 from tests.deepinfer_jax.training.tiny_training import (
     counting,
@@ -86,39 +88,39 @@ def packed(count=10, length=8):
 
 
 def test_packed_data_comes_back(tmp_path):
-    loops.save_packed(tmp_path / "data.npz", packed())
-    found = loops.load_packed(tmp_path / "data.npz")
+    training_data.save_packed(tmp_path / "data.npz", packed())
+    found = training_data.load_packed(tmp_path / "data.npz")
     np.testing.assert_array_equal(found.ids, packed().ids)
     assert (found.ids.dtype, found.weights.dtype) == (np.uint16, np.uint8)
     assert (found.compressed_vocab_size, found.special) == (90, {"bos_token_id": 0})
     with pytest.raises(InputError, match=r"\.npz"):
-        loops.load_packed(tmp_path / "absent.npz")
+        training_data.load_packed(tmp_path / "absent.npz")
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    at = loops.packed_batches(packed(), batch=3, length=4, seed=5)
-    again = loops.packed_batches(packed(), batch=3, length=4, seed=5)
+    at = training_data.packed_batches(packed(), batch=3, length=4, seed=5)
+    again = training_data.packed_batches(packed(), batch=3, length=4, seed=5)
     epoch = [at(step)[0] for step in range(6)]
     assert len({tuple(row) for ids in epoch for row in ids.tolist()}) == 18
     np.testing.assert_array_equal(again(11)[0], at(11)[0])
     np.testing.assert_array_equal(at(2)[0], epoch[2])
-    other = loops.packed_batches(packed(), batch=3, length=4, seed=6)
+    other = training_data.packed_batches(packed(), batch=3, length=4, seed=6)
     assert (other(0)[0] != epoch[0]).any()
     with pytest.raises(InputError, match="divide"):
-        loops.packed_batches(packed(), batch=3, length=5, seed=0)
+        training_data.packed_batches(packed(), batch=3, length=5, seed=0)
     with pytest.raises(InputError, match="batch of 11"):
-        loops.packed_batches(packed(), batch=11, length=8, seed=0)
+        training_data.packed_batches(packed(), batch=11, length=8, seed=0)
 
 
 def test_corpus_is_packed_with_what_the_model_needs_to_know():
-    found = loops.pack_corpus(NANO_TOKENIZER, items=40, length=256, seed=1)
-    again = loops.pack_corpus(NANO_TOKENIZER, items=40, length=256, seed=1)
+    found = training_data.pack_corpus(NANO_TOKENIZER, items=40, length=256, seed=1)
+    again = training_data.pack_corpus(NANO_TOKENIZER, items=40, length=256, seed=1)
     np.testing.assert_array_equal(found.ids, again.ids)
     config = nano_config(len(found.token_map), found.compressed_vocab_size, **found.special)
     assert found.ids.max() < config.vocab_size
     assert found.weights.sum() > 0
     assert (found.weights[found.ids == config.pad_token_id] == 0).all()
-    token_map = loops.packed_token_map(found, config.vocab_size)
+    token_map = training_data.packed_token_map(found, config.vocab_size)
     tokenizer = read_tokenizer(NANO_TOKENIZER)
     assert token_map == build_token_map(tokenizer, config.engram, config.vocab_size)
 
@@ -144,8 +146,8 @@ def test_command_says_what_is_wrong(tmp_path, capsys, monkeypatch, arguments, me
 @pytest.mark.slow
 @pytest.mark.accept(4)
 def test_command_trains_nano_and_the_checkpoint_loads(tmp_path):
-    packed = loops.pack_corpus(NANO_TOKENIZER, items=60, length=128, seed=1)
-    loops.save_packed(tmp_path / "data.npz", packed)
+    packed = training_data.pack_corpus(NANO_TOKENIZER, items=60, length=128, seed=1)
+    training_data.save_packed(tmp_path / "data.npz", packed)
     options = ["--data", str(tmp_path / "data.npz"), "--out", str(tmp_path / "out")]
     options += ["--batch", "2", "--length", "128", "--log-every", "1"]
     for more in (["--seconds", "0"], ["--resume"]):
