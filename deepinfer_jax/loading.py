@@ -28,6 +28,7 @@ from deepinfer_jax.errors import (
 )
 from deepinfer_jax.model.engram.vocabulary import build_token_map
 from deepinfer_jax.model.registry import AnyParams
+from deepinfer_jax.speculative.calibration import read_temperatures
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,12 +44,16 @@ VARIANTS = {"output_projection": ("xla", "fp8")}
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model: `params` is a pytree, `config` is static and hashable."""
+    """A loaded model: `params` is a pytree, `config` is static and hashable.
+
+    draft_temperatures: of the confidences of its drafts (engine.md 3.4), None if none were fitted.
+    """
 
     config: ModelConfig
     params: AnyParams
     tokenizer: "Tokenizer | None"
     source: str
+    draft_temperatures: tuple[float, ...] | None = None
 
 
 def load(
@@ -117,11 +122,13 @@ def load(
         determinism=cast(DeterminismLevel, determinism),
         kernels=tuple((k, v) for k, v in _chosen(kernels) if v != "xla"),
     )
+    fitted = read_temperatures(folder, params, config) if config.draft is not None else None
     return Model(
         config=replace(config, execution=execution),
         params=params,
         tokenizer=tokenizer,
         source=str(source),
+        draft_temperatures=fitted.values if fitted else None,
     )
 
 

@@ -42,6 +42,8 @@ SAMPLING = {
     "logit_bias": "ID=NUMBER, added to a token's logit; may be given several times.",
     "allowed_token_ids": "Generate these token ids alone; may be given several times.",
     "bad_words": "Never generate this token's text; may be given several times.",
+    "max_draft": "Most drafts of a round that are verified.",
+    "verify": "How drafts are judged.",
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
 RUNTIME = {
@@ -55,6 +57,10 @@ RUNTIME = {
     "replay": "Limit what late layers see of a prompt to its end.",
     "replay_keep_tokens": "To how many tokens.",
     "async_depth": "Steps in flight before a result is read.",
+    "drafting": "Speculative decoding; on if the checkpoint has draft stages.",
+    "draft_policy": "How many drafts are verified.",
+    "draft_length": 'Of every round, with the policy "fixed".',
+    "draft_threshold": 'Least chance of survival, with the policy "threshold".',
 }
 
 

@@ -9,7 +9,9 @@ NANO_TOKENIZER = Path(__file__).parent.parent / "data" / "nano"
 
 
 def train(
-    model: Annotated[str, typer.Argument(help='"nano"; for its drafts see "train draft".')],
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL", help='"nano"; for its drafts see "train draft".')
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the log, saved states and the checkpoint.")],
     data: Annotated[
         Path, typer.Option(help="Packed sequences (.npz); written first if --items is given.")
@@ -30,6 +32,10 @@ def train(
         typer.Option(help="Packed longer sequences, taken at every LONG_EVERY-th step."),
     ] = None,
     long_every: Annotated[int, typer.Option(min=2, help="See --long-data.")] = 4,
+    init: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint whose weights to begin with; random if not given."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest saved state in OUT.")
     ] = False,
@@ -48,21 +54,23 @@ def train(
     plot: Annotated[bool, typer.Option("--plot", help="Write loss.png (matplotlib).")] = False,
 ) -> None:
     """Train MODEL on packed text and write OUT/checkpoint in the released layout."""
+    from dataclasses import replace
     from importlib.util import find_spec
 
     from rich.console import Console
 
     from deepinfer_jax.errors import ConfigError
+    from deepinfer_jax.loading import load
     from deepinfer_jax.training import data as data_files
     from deepinfer_jax.training import loop as loops
     from deepinfer_jax.training.config import nano_config
     from deepinfer_jax.training.export import export_checkpoint
-    from deepinfer_jax.training.init import init_params
+    from deepinfer_jax.training.init import init_params, stored_params
     from deepinfer_jax.training.losses import LossSettings
     from deepinfer_jax.training.state import OptimiserSettings, initial_state, newest_state
 
-    if model != "nano":
-        raise ConfigError(f'train knows "nano", and "draft" as its first word; got {model!r}')
+    if target != "nano":
+        raise ConfigError(f'train knows "nano", and "draft" as its first word; got {target!r}')
     if steps is None and items is None:
         raise ConfigError("the schedule needs --steps; --seconds may stop a run before its end")
     if items is not None and data.exists():
@@ -96,8 +104,16 @@ def train(
         loss=LossSettings(index_coefficient=index_loss, remat=remat),
     )
     token_map = data_files.packed_token_map(packed, config.vocab_size)
-    state = initial_state(init_params(config, seed, token_map), settings)
     notes = {"seed": seed, "data": data.name, "batch": batch, "length": length}
+    if init is None:
+        params = init_params(config, seed, token_map)
+    else:
+        model = load(init, determinism="run")
+        if replace(model.config, execution=config.execution) != config:
+            raise ConfigError(f"--init continues a checkpoint of nano's config, {init} has another")
+        params = stored_params(model)
+        notes |= {"init": init}
+    state = initial_state(params, settings)
     if long_data is not None:
         notes |= {"long_data": long_data.name, "long_every": long_every}
     if resume:

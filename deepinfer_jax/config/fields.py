@@ -86,6 +86,16 @@ def constant(name: str, value: Any, *, optional: bool = False) -> Field:
     )
 
 
+def choice(name: str, values: tuple[str, ...], *, default: str) -> Field:
+    """Returns a field that holds one of a few words."""
+    return Field(
+        name=name,
+        expected=" or ".join(map(show, values)),
+        accepts=lambda value: isinstance(value, str) and value in values,
+        default=default,
+    )
+
+
 def nullable(field: Field, *, default: Any = None) -> Field:
     """Returns the field with null accepted as well; absent means `default`."""
     return Field(

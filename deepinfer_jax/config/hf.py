@@ -7,12 +7,13 @@ or value is refused. One `ConfigError` lists all mismatches (model.md 1.2-1.5, 1
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from deepinfer_jax.config import build, rules
 from deepinfer_jax.config.fields import (
     Field,
     boolean,
+    choice,
     constant,
     ignored,
     integer,
@@ -25,7 +26,7 @@ from deepinfer_jax.config.fields import (
     show,
 )
 from deepinfer_jax.config.hf_write import config_to_hf
-from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.model import DraftHead, ModelConfig
 from deepinfer_jax.errors import ConfigError
 
 __all__ = ["config_from_hf", "config_to_hf", "read_config"]
@@ -96,7 +97,13 @@ _DSPARK = (
     integer("dspark_markov_rank"),
 )
 
-_V41_DSPARK = (*_DSPARK, integer("dspark_n_routed_experts"), integer("dspark_num_experts_per_tok"))
+_V41_DSPARK = (
+    *_DSPARK,
+    integer("dspark_n_routed_experts"),
+    integer("dspark_num_experts_per_tok"),
+    # A key of this package: the draft stages of released files have the Markov head.
+    choice("dspark_head", get_args(DraftHead), default="markov"),
+)
 
 _CANDIDATE_SOURCE = Field(
     name="candidate_source_layer_id",

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.model import DraftConfig, ModelConfig
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _v41(config: ModelConfig) -> dict[str, Any]:
         "candidate_block_size": indexer.candidate_block_size,
         **({"engram_layer_ids": []} if config.engram is None else _plain(config.engram)),
         "num_nextn_predict_layers": 0 if draft is None else draft.num_stages,
-        **({} if draft is None else _plain(draft, "num_stages")),
+        **({} if draft is None else _draft(draft)),
     }
     vision = None
     if config.vision is not None:
@@ -104,12 +104,17 @@ def _v41(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _draft(draft: DraftConfig) -> dict[str, Any]:
+    """Returns the fields of draft stages; the key of their head only where it is not released."""
+    return _plain(draft, "num_stages", *(["dspark_head"] if draft.dspark_head == "markov" else []))
+
+
 def _v4(config: ModelConfig) -> dict[str, Any]:
     stored = config.stored_draft
     dspark = {}
     if stored is not None and stored.dspark is not None:
         dropped = ("num_stages", "dspark_n_routed_experts", "dspark_num_experts_per_tok")
-        dspark = _plain(stored.dspark, *dropped)
+        dspark = _plain(stored.dspark, "dspark_head", *dropped)
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",

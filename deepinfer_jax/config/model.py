@@ -10,6 +10,7 @@ from typing import Literal
 NumericsMode = Literal["checkpoint", "float32"]
 DeterminismLevel = Literal["off", "run", "batch"]
 Replay = Literal["off", "mask", "compact"]
+DraftHead = Literal["markov", "rnn", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,11 @@ class EngramConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """DSpark draft stages (model.md 3.12)."""
+    """DSpark draft stages (model.md 3.12).
+
+    dspark_head: what makes a draft depend on those before it in its block (`model.draft_heads`).
+    Released files have no such key: theirs is "markov".
+    """
 
     num_stages: int
     dspark_block_size: int
@@ -107,6 +112,7 @@ class DraftConfig:
     dspark_markov_rank: int
     dspark_n_routed_experts: int
     dspark_num_experts_per_tok: int
+    dspark_head: DraftHead = "markov"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

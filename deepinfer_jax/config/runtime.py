@@ -11,6 +11,7 @@ from deepinfer_jax.errors import ConfigError
 DEFAULT_MAX_LEN = 4096
 #: Positions that may be taken back: draft length + 1.
 ROLLBACK = 6
+DraftPolicyName = Literal["scheduled", "fixed", "threshold"]
 Restore = Literal["checkpoint", "halo", "bounded"]
 
 
@@ -29,9 +30,12 @@ class RuntimeConfig:
     exact, refused at "batch"). checkpoint_bytes: host memory of saved windows. replay: "mask" and
     "compact" limit what late layers see of a prompt to its last replay_keep_tokens (the released
     behaviour; compact also skips the rows). async_depth: steps in flight before a result is read.
-    drafting: None or False; True is not supported yet. max_logprobs: most alternatives a request
-    may ask for. max_stop_ids: of one request, the end token included. check: verify the engine's
-    bookkeeping after every step (slow).
+    drafting: speculative decoding; None is on if the checkpoint has draft stages, True raises if it
+    has none. draft_policy: how many drafts are verified: "scheduled" (what pays, from confidences
+    and the measured cost of rows), "fixed" (draft_length of each round) or "threshold" (while the
+    chance that all up to here are accepted is at least draft_threshold). max_logprobs: most
+    alternatives a request may ask for. max_stop_ids: of one request, the end token included. check:
+    verify the engine's bookkeeping after every step (slow).
 
     Raises:
         ConfigError: a value outside its range.
@@ -52,6 +56,9 @@ class RuntimeConfig:
     replay_keep_tokens: int = 140
     async_depth: int = 1
     drafting: bool | None = None
+    draft_policy: DraftPolicyName = "scheduled"
+    draft_length: int | None = None
+    draft_threshold: float | None = None
     max_logprobs: int = 20
     max_stop_ids: int = 16
     check: bool = False
@@ -72,8 +79,13 @@ class RuntimeConfig:
             value = getattr(self, name)
             if not is_legal(value):
                 raise ConfigError(f"RuntimeConfig.{name} must be {rule}, got {value!r}")
-        if self.drafting:
-            raise ConfigError("RuntimeConfig.drafting=True is not supported yet: leave it at None")
+        needed = {"fixed": "draft_length", "threshold": "draft_threshold"}
+        for policy, name in needed.items():
+            if (getattr(self, name) is not None) != (self.draft_policy == policy):
+                raise ConfigError(
+                    f'RuntimeConfig.{name} belongs to draft_policy="{policy}", and that needs it; '
+                    f"got {name}={getattr(self, name)!r} with draft_policy={self.draft_policy!r}"
+                )
 
     def longest(self, config: ModelConfig) -> int:
         """Returns the longest sequence, prompt and completion together, of this model."""
@@ -109,6 +121,15 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "replay_keep_tokens": _POSITIVE,
     "async_depth": (lambda v: _integer(0)(v) and v <= 2, "0, 1 or 2"),
     "drafting": (_optional(lambda v: isinstance(v, bool)), "None, True or False"),
+    "draft_policy": (
+        lambda v: v in ("scheduled", "fixed", "threshold"),
+        '"scheduled", "fixed" or "threshold"',
+    ),
+    "draft_length": (_optional(_integer(0)), "None or an integer >= 0"),
+    "draft_threshold": (
+        _optional(lambda v: isinstance(v, float) and 0 <= v <= 1),
+        "None or a float in [0, 1]",
+    ),
     "max_logprobs": (_integer(0), "an integer >= 0"),
     "max_stop_ids": _POSITIVE,
     "check": _FLAG,

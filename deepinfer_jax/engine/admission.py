@@ -6,13 +6,17 @@ from deepinfer_jax.cache.hit import HitRule, first_decoder_row
 from deepinfer_jax.engine.layout import ADMIT_FLOATS, ADMIT_INTS
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.sampling.params import GREEDY_BELOW
+from deepinfer_jax.speculative.verify import EXACT, RULES
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def write_admission(entry: np.ndarray, sequence: Sequence, rule: HitRule, eos: int) -> None:
+def write_admission(
+    entry: np.ndarray, sequence: Sequence, rule: HitRule, eos: int, drafts: int
+) -> None:
     """Writes the words of `layout.ADMIT_INTS`, `ADMIT_FLOATS` and the stop ids."""
     params, first = sequence.params, sequence.first
+    cold = params.temperature < GREEDY_BELOW
     before = [int(t) for t in sequence.ids[max(0, first - 3) : first]]
     before = [0] * (3 - len(before)) + before
     values = {
@@ -29,10 +33,12 @@ def write_admission(entry: np.ndarray, sequence: Sequence, rule: HitRule, eos: i
         "top_k": -1 if params.top_k <= 0 else min(params.top_k, 2**31 - 1),
         "edited": sequence.has_edits,
         "processed": params.logprobs_mode == "processed",
+        "most_drafts": drafts if params.max_draft is None else params.max_draft,
+        # All rules give the same tokens at temperature 0; this one is the cheapest.
+        "rule": EXACT if cold else RULES.index(params.verify),
         **{f"before_{place}": token for place, token in enumerate(before)},
     }
     reals = {name: float(getattr(params, name)) for name in ADMIT_FLOATS}
-    cold = params.temperature < GREEDY_BELOW
     reals["temperature"] = 0.0 if cold else min(reals["temperature"], _LARGEST)
     first = len(ADMIT_INTS)
     entry[:first] = [values[name] for name in ADMIT_INTS]

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.engine.drafting import Drafting
 from deepinfer_jax.engine.layout import PlanLayout, blank
 from deepinfer_jax.engine.marks import edit_rows
 from deepinfer_jax.engine.plan import StepPlan
-from deepinfer_jax.engine.program import EngineState, StepResult, run_step
+from deepinfer_jax.engine.program import StepResult, run_step
 from deepinfer_jax.engine.sequence import Sequence
-from deepinfer_jax.engine.slots import init_slots, null_marks, set_marks_program
+from deepinfer_jax.engine.slots import EngineState, init_slots, null_marks, set_marks_program
 from deepinfer_jax.model.registry import AnyParams, network_of
 from deepinfer_jax.model.slots import copy_block, copy_slot, put_checkpoint, take_checkpoint
 from deepinfer_jax.model.state import CacheLayout
@@ -25,9 +26,13 @@ from deepinfer_jax.model.state import CacheLayout
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A dispatched step: its plan, what it will return, saved windows of `plan.checkpoints`."""
+    """A dispatched step: its plan, what it will return, saved windows of `plan.checkpoints`.
+
+    dispatched: when, by the engine's clock.
+    """
 
     plan: StepPlan
+    dispatched: float
     result: StepResult
     windows: list[dict[str, jax.Array]]
 
@@ -35,7 +40,7 @@ class Flight:
 class Device:
     """Owns the engine's state on the device.
 
-    alternatives: k of log-probabilities.
+    drafting: how drafts are made, or None. alternatives: k of log-probabilities.
     """
 
     def __init__(
@@ -45,15 +50,22 @@ class Device:
         cache: CacheLayout,
         *,
         stop_ids: int,
+        drafting: Drafting | None,
         alternatives: int,
     ) -> None:
         """Allocates the state beside the parameters."""
-        self.config, self.alternatives = config, alternatives
+        self.config, self.alternatives, self.drafting = config, alternatives, drafting
         self._place = params.embed.sharding
         self._programs: dict[PlanLayout, Any] = {}
         state = EngineState(
             cache=network_of(config).init_cache(config, cache),
-            slots=init_slots(cache.num_slots, config.vocab_size, stop_ids),
+            slots=init_slots(
+                cache.num_slots,
+                config.vocab_size,
+                stop_ids,
+                drafts=drafting.size if drafting else 0,
+                keeps_q=config.execution.determinism != "batch",
+            ),
         )
         # Where the parameters are: a state that moves after its first step would compile twice.
         self._state = jax.device_put(state, self._place)
@@ -79,14 +91,14 @@ class Device:
         leaves, self._tree = jax.tree.flatten(state)
         self._leaves = tuple(leaves)
 
-    def dispatch(self, plan: StepPlan) -> Flight:
-        """Starts a step, after what it needs; nothing waits."""
+    def dispatch(self, plan: StepPlan, now: float = 0.0) -> Flight:
+        """Starts a step at time `now`, after what it needs; nothing waits."""
         for action, arguments in plan.before:
             getattr(self, action)(*arguments)
         vector = jax.device_put(plan.vector, self._place)
-        run = self._programs.get(plan.layout) or self._compile(plan.layout, vector)
+        run = self._programs.get(plan.layout) or self.compile(plan.layout)
         self._leaves, result = run(self._params, self._leaves, vector)
-        wanted = [result.tokens]
+        wanted = [result.rounds]
         wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
         wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
         windows = []
@@ -96,10 +108,15 @@ class Device:
             wanted += windows[-1].values()
         for leaf in wanted:
             leaf.copy_to_host_async()
-        return Flight(plan, result, windows)
+        return Flight(plan, now, result, windows)
 
-    def _compile(self, layout: PlanLayout, vector: jax.Array) -> Any:
+    def wait(self) -> None:
+        """Returns when everything dispatched is done."""
+        jax.block_until_ready(self._leaves)
+
+    def compile(self, layout: PlanLayout) -> Any:
         """Returns the step of a layout, compiled ahead: its call does not hash the config."""
+        vector = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._place)
         lowered = run_step.lower(
             self._params,
             self._leaves,
@@ -108,6 +125,7 @@ class Device:
             config=self.config,
             layout=layout,
             alternatives=self.alternatives,
+            drafting=self.drafting,
         )
         self._programs[layout] = lowered.compile()
         return self._programs[layout]

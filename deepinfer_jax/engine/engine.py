@@ -11,29 +11,33 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from deepinfer_jax.cache.block_cache import BlockCache
-from deepinfer_jax.cache.hit import hit_rule
 from deepinfer_jax.cache.keys import root_key
-from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.device import Device, Flight
+from deepinfer_jax.engine.draft_policy import draft_policy
+from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import FinishReason, StreamDelta
-from deepinfer_jax.engine.plan import Limits
+from deepinfer_jax.engine.profile import measured_corrections
 from deepinfer_jax.engine.request import Request, RequestFactory
-from deepinfer_jax.engine.results import take_scores, token_record
+from deepinfer_jax.engine.results import RoundResult, round_results, take_scores, token_record
 from deepinfer_jax.engine.scheduler import Scheduler
 from deepinfer_jax.engine.sequence import Phase, Sequence
-from deepinfer_jax.engine.sizes import engine_capacity, plan_layouts
+from deepinfer_jax.engine.sizes import engine_capacity, engine_limits
 from deepinfer_jax.engine.slots import AT_LENGTH, AT_STOP, FAILED
 from deepinfer_jax.engine.snapshot import pack_request, unpack_request
-from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.engine.stats import DraftCounts, EngineStats, collect_stats
 from deepinfer_jax.engine.trace import Trace
-from deepinfer_jax.errors import InputError
+from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.loading import Model
+from deepinfer_jax.model.params import same_form
 from deepinfer_jax.sampling.edits import GRAMMAR
+from deepinfer_jax.sampling.logprobs import TokenLogprobs
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import fresh_seed
 
@@ -59,44 +63,39 @@ class Engine:
         execution = replace(model.config.execution, replay=runtime.replay)
         self.config = replace(model.config, execution=execution)
         self.max_len = runtime.longest(self.config)
-        self.capacity = engine_capacity(self.config, runtime)
-        self._weights = 0
+        drafting = plan_drafting(model, runtime)
+        size = drafting.size if drafting else 0
+        self.capacity = engine_capacity(self.config, runtime, size)
+        self._weights = self._numbers = 0
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
         self._flights: deque[Flight] = deque()
-        self._numbers = 0
+        self._last_read = 0.0
         self.counters: Counter[str] = Counter()
         self.trace = Trace(clock)
-        rule = hit_rule(
-            self.config,
-            block_tokens=runtime.block_tokens,
-            replay=runtime.replay,
-            keep_tokens=runtime.replay_keep_tokens,
-            restore=runtime.prefix_restore,
-            rollback=ROLLBACK,
-        )
-        limits = Limits(
-            layouts=plan_layouts(self.config, runtime, self.capacity),
-            budget=runtime.max_tokens_per_step,
-            depth=runtime.async_depth,
-            prefix_cache=runtime.prefix_cache,
-            eos=self.config.eos_token_id,
-            rule=rule,
-        )
+        limits = engine_limits(self.config, runtime, self.capacity, size)
         blocks = BlockCache(
             self.capacity.layout.num_blocks,
             block_tokens=runtime.block_tokens,
             checkpoint_bytes=runtime.checkpoint_bytes,
         )
-        self.scheduler = Scheduler(limits, blocks)
+        self.scheduler = Scheduler(
+            limits, blocks, draft_policy(runtime, size, self.config, limits.layouts)
+        )
+        self.drafts = DraftCounts(size)
         self._factory = RequestFactory(
-            config=self.config, runtime=runtime, tokenizer=model.tokenizer, max_len=self.max_len
+            config=self.config,
+            runtime=runtime,
+            tokenizer=model.tokenizer,
+            max_len=self.max_len,
+            drafts=size,
         )
         self._device = Device(
             self.config,
             model.params,
             self.capacity.layout,
             stop_ids=runtime.max_stop_ids,
+            drafting=drafting,
             alternatives=min(runtime.max_logprobs, self.config.vocab_size),
         )
 
@@ -138,12 +137,15 @@ class Engine:
         name = next(unused) if request_id is None else request_id
         if name in self._requests:
             raise InputError(f"request_id must not be in use, {name!r} is")
+        options = (f"replay={self.runtime.replay}", f"keep={self.runtime.replay_keep_tokens}")
         request = self._factory.build(
             self._numbers,
             ids,
             params,
             request_id=name,
-            root=self._root(params.cache_salt),
+            root=root_key(
+                self.config, weights=str(self._weights), salt=params.cache_salt, options=options
+            ),
             seed=seed,
             now=self.clock(),
             output_ids=output_ids,
@@ -159,22 +161,16 @@ class Engine:
         self.counters["requests"] += 1
         return request
 
-    def _root(self, salt: str) -> bytes:
-        options = (f"replay={self.runtime.replay}", f"keep={self.runtime.replay_keep_tokens}")
-        return root_key(self.config, weights=str(self._weights), salt=salt, options=options)
-
     def abort(self, request_id: str) -> bool:
         """Ends a request with reason "abort"; returns whether it was running or queued."""
         request = self._requests.get(request_id)
-        if request is None:
-            return False
-        for sequence in request.sequences:
+        for sequence in request.sequences if request else ():
             self._end(sequence, "abort")
-        return True
+        return request is not None
 
     def abort_all(self) -> None:
         """Ends every request with reason "abort"."""
-        for name in list(self._requests):
+        for name in tuple(self._requests):
             self.abort(name)
 
     def check(self, ids: Items[int], params: SamplingParams, name: str = "") -> None:
@@ -216,7 +212,7 @@ class Engine:
                     request = self._owner[sequence]
                     request.admitted = request.admitted or self.clock()
                 with self.trace.span("dispatch", rows=plan.rows, tokens=len(plan.emits)):
-                    self._flights.append(self._device.dispatch(plan))
+                    self._flights.append(self._device.dispatch(plan, self.clock()))
             due = self.runtime.async_depth if plan is not None else len(self._flights) - 1
             while self._flights and len(self._flights) > max(due, 0):
                 self._read(self._flights.popleft())
@@ -235,30 +231,31 @@ class Engine:
         """Takes the result of a step; the only place where the host waits for the device."""
         plan, result = flight.plan, flight.result
         with self.trace.span("wait"):
-            rows = jax.device_get(result.tokens).tolist()
+            rounds = jax.device_get(result.rounds)
             chosen = jax.device_get(result.chosen) if plan.wants_logprobs else None
             prompt = jax.device_get(result.prompt) if plan.scores_prompt else None
             windows = jax.device_get(flight.windows)
         with self.trace.span("commit"):
             now = self.clock()
+            self._last_read, busy_since = now, max(self._last_read, flight.dispatched)
             if prompt is not None:
                 for chunk in plan.chunks:
                     if chunk.sequence in self._owner:
                         take_scores(self._owner[chunk.sequence], chunk, prompt)
-            # Before anything ends: rows of a sequence that ends here are worth keeping too.
-            self.scheduler.written(plan)
+            found = round_results(rounds, len(plan.emits))
+            self.drafts.add(found[: len(plan.spans)])
+            self.scheduler.observe(plan, found, now - busy_since)
+            self.scheduler.commit(plan, found)
             for chunk, leaves in zip(plan.checkpoints, windows, strict=True):
                 sequence = chunk.sequence
                 if sequence.generation == chunk.generation:
                     block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
                     self.scheduler.cache.attach(block, leaves)
-            for place, (sequence, generation) in enumerate(plan.emits):
+            for (sequence, generation), one in zip(plan.emits, found, strict=True):
                 if sequence.generation != generation:
                     continue  # ended or preempted since
-                _, found, token, code, status = rows[place]
-                assert found == generation, f"result of generation {found}, not {generation}"
-                top = None if chosen is None else (chosen, place)
-                self._guard(sequence, self._take, sequence, token, code, status, top, now)
+                assert one.generation == generation, f"{one} is not of generation {generation}"
+                self._guard(sequence, self._take, sequence, one, chosen, now)
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len
@@ -266,35 +263,30 @@ class Engine:
                     self._end(sequence, "length")
 
     def _take(
-        self,
-        sequence: Sequence,
-        token: int,
-        code: int,
-        status: int,
-        top: tuple[Any, int] | None,
-        now: float,
+        self, sequence: Sequence, result: RoundResult, chosen: TokenLogprobs | None, now: float
     ) -> None:
+        """Gives a completion its new tokens, up to a stop string."""
         request, output = self._owner[sequence], sequence.output
         request.first_token = request.first_token or now
-        if code == FAILED:
-            self._end(sequence, "grammar" if status == GRAMMAR else "numerical")
-        elif code == AT_STOP:
-            self._end(sequence, "stop", token)
-        else:
-            sequence.append(token)
-            count = sequence.params.logprobs
-            if top is None or count is None:
+        count = sequence.params.logprobs
+        for place, token in enumerate(result.kept, start=result.first):
+            if chosen is None or count is None:
                 output.push(token)
             else:
-                output.push(token, *token_record(*top, count))
+                output.push(token, *token_record(chosen, place, count))
             self.counters["tokens"] += 1
             if output.finish_reason is not None:
                 self._end(sequence, output.finish_reason, output.stop_reason)
-            elif code == AT_LENGTH:
-                is_asked = sequence.room == sequence.params.max_tokens
-                self._end(sequence, "length" if is_asked else "capacity")
-            elif request.sink is not None:
-                request.sink(output.delta())
+                return
+        if result.code == FAILED:
+            self._end(sequence, "grammar" if result.status == GRAMMAR else "numerical")
+        elif result.code == AT_STOP:
+            self._end(sequence, "stop", result.tokens[-1])
+        elif result.code == AT_LENGTH:
+            is_asked = sequence.room == sequence.params.max_tokens
+            self._end(sequence, "length" if is_asked else "capacity")
+        elif request.sink is not None:
+            request.sink(output.delta())
 
     def _guard(self, sequence: Sequence, act: Callable[..., None], *arguments: Any) -> None:
         """Runs a request's own host work; what it raises ends that request alone."""
@@ -336,6 +328,36 @@ class Engine:
                 for sequence in request.sequences:
                     self._end(sequence, "deadline")
 
+    def profile(self, folder: Path | None = None) -> str:
+        """Measures what rows cost, for draft_policy="scheduled", unless a file holds it.
+
+        Without it the time is taken to grow with the rows. Returns a note on their origin.
+
+        Args:
+            folder: of the file; None is `speculative.cost.cache_folder()`.
+
+        Raises:
+            InputError: requests are running.
+            ConfigError: nothing would read the figures.
+        """
+        if self.scheduler.policy.corrections is None:
+            raise ConfigError('what rows cost matters to draft_policy="scheduled" with drafts only')
+        self._settle("steps are measured")
+        corrections, note = measured_corrections(
+            self._device,
+            self.scheduler.limits.layouts,
+            source=self.model.source,
+            max_len=self.max_len,
+            folder=folder,
+        )
+        self.scheduler.policy.corrections = corrections
+        return note
+
+    def _settle(self, what: str) -> None:
+        if self._requests:
+            raise InputError(f"{what} between requests: drain or abort them first")
+        self.drain()  # steps in flight, of requests that have ended
+
     def warm_up(self) -> dict[str, float]:
         """Compiles every program the engine can need; returns seconds by name."""
         return self._device.warm_up(self.scheduler.limits.layouts)
@@ -346,14 +368,8 @@ class Engine:
         Raises:
             InputError: a leaf differs in shape or dtype, or requests are running.
         """
-        if self._requests:
-            raise InputError("weights are replaced between requests: drain or abort them first")
-        self.drain()  # steps in flight, of requests that have ended
-        old, new = (
-            jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-            for tree in (self._device.params, params)
-        )
-        if old != new:
+        self._settle("weights are replaced")
+        if not same_form(self._device.params, params):
             raise InputError("replace_params needs a tree of the same structure, shapes and dtypes")
         self._device.params = params
         self._weights += 1
@@ -380,14 +396,4 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges as of now."""
-        scheduler = self.scheduler
-        return EngineStats(
-            counters=dict(scheduler.counters + self.counters),
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.active),
-            in_flight=len(self._flights),
-            depth=self.runtime.async_depth,
-            slots=self.runtime.max_seqs,
-            blocks=self.capacity.layout.num_blocks - 1,
-            cache=scheduler.cache.stats(),
-        )
+        return collect_stats(self.scheduler, self.drafts, self.counters, len(self._flights))

@@ -11,12 +11,26 @@ from typing import Any
 
 import numpy as np
 
-ANCHOR = -1  # instead of a token id: the newest token of the row's slot, which the device knows
+#: Words of the plan's header. rounds: sequences that decode; ends: prompts whose last row is in the
+#: plan. most_drafts, threshold (float32 bits), verify_rows: how many drafts are verified
+#: (`rows.round_rows`). drafting: whether new ones are made.
+HEADER = (
+    *("prompt_rows", "rounds", "ends", "wants_logprobs", "scores_prompt"),
+    *("most_drafts", "threshold", "verify_rows", "drafting"),
+)
+#: Values of the word "drafting". KEEP_DRAFTS only repeats a step, to measure it.
+NO_DRAFTS, MAKE_DRAFTS, KEEP_DRAFTS = range(3)
+#: The threshold that every draft meets, as bits.
+ANY_DRAFTS = 0
+#: Words of a result row before the tokens and the drafts' survivals (float32 bits). first: its
+#: place among the emitting rows. count: tokens it emits. verified, accepted: drafts.
+RESULT = ("slot", "generation", "first", "count", "code", "status", "verified", "accepted")
 
 #: One admitted sequence: integers, then float32 bits. Unused entries have slot 0.
 ADMIT_INTS = (
     *("slot", "generation", "length", "first", "floor", "produced", "most", "least"),
     *("key_high", "key_low", "top_k", "edited", "processed", "before_0", "before_1", "before_2"),
+    *("most_drafts", "rule"),
 )
 ADMIT_FLOATS = (
     *("temperature", "top_p", "min_p"),
@@ -29,29 +43,37 @@ class PlanLayout:
     """Capacities of a packed plan.
 
     rows: a multiple of the row tile, at least two tiles. slots: sequences that run together.
-    deltas: block-table entries a step. stop_ids: of one sequence, EOS included.
+    deltas: block-table entries a step. stop_ids: of one sequence, EOS included. drafts: of one
+    round; 0 without drafting.
     """
 
     rows: int
     slots: int
     deltas: int
     stop_ids: int
+    drafts: int = 0
 
     @property
     def admit_width(self) -> int:
         """Words of one admission."""
         return len(ADMIT_INTS) + len(ADMIT_FLOATS) + self.stop_ids
 
+    @property
+    def result_width(self) -> int:
+        """Words of one result row."""
+        return len(RESULT) + 1 + 2 * self.drafts
+
     @cached_property
     def places(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Returns where each part lies, and its shape."""
         shapes = {
-            "header": (4,),
+            "header": (len(HEADER),),
             "ids": (self.rows,),
             "position": (self.rows,),
             "slot": (self.rows,),
             "target": (self.rows,),
-            "emit": (self.slots,),
+            "rounds": (self.slots,),
+            "ends": (self.slots,),
             "deltas": (self.deltas, 3),
             "admits": (self.slots, self.admit_width),
         }
@@ -72,11 +94,10 @@ class PlanLayout:
 class PlanParts:
     """The parts of a packed plan, as NumPy views on the host or arrays on the device.
 
-    header [4]: rows, rows that choose a token, whether log-probabilities are wanted, whether
-    prompt rows are scored. ids [T]: token ids, or ANCHOR. position [T]: of prompt rows. slot [T].
-    target [T]: next prompt id of a scored row, -1 elsewhere. emit [S]: rows that choose a token.
-    deltas [D, 3]: slot, place, block; slot 0 where unused. admits [S, width]: `ADMIT_INTS`, bits of
-    `ADMIT_FLOATS`, stop ids (-1 unused).
+    header: `HEADER`. ids, position, slot, target [T]: of prompt rows; target is the next id of a
+    scored row, -1 elsewhere. rounds [S]: slots that decode. ends [S]: rows of the plan that end a
+    prompt. deltas [D, 3]: slot, place, block; slot 0 where unused. admits [S, width]: `ADMIT_INTS`,
+    bits of `ADMIT_FLOATS`, stop ids (-1 unused).
     """
 
     header: Any
@@ -84,7 +105,8 @@ class PlanParts:
     position: Any
     slot: Any
     target: Any
-    emit: Any
+    rounds: Any
+    ends: Any
     deltas: Any
     admits: Any
 
@@ -93,6 +115,11 @@ def unpack(layout: PlanLayout, vector: Any) -> PlanParts:
     """Returns the parts of a packed plan; views of a NumPy vector, slices of a JAX array."""
     places = layout.places.items()
     return PlanParts(**{name: vector[where].reshape(shape) for name, (where, shape) in places})
+
+
+def header_word(parts: PlanParts, name: str) -> Any:
+    """Returns a word of the header."""
+    return parts.header[HEADER.index(name)]
 
 
 def blank(layout: PlanLayout) -> tuple[np.ndarray, PlanParts]:

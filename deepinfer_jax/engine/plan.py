@@ -15,12 +15,13 @@ class Limits:
     """What scheduling obeys.
 
     layouts: by rows, ascending. budget: rows of a step; decode rows come first, and a prompt
-    advances by one row at least. depth: results outstanding.
-    prefix_cache: whether blocks are shared. eos: ids that end a sequence.
+    advances by one row at least. row_step: rows are computed in multiples of it. depth: results
+    outstanding. prefix_cache: whether blocks are shared. eos: ids that end a sequence.
     """
 
     layouts: tuple[PlanLayout, ...]
     budget: int
+    row_step: int
     depth: int
     prefix_cache: bool
     eos: int
@@ -43,8 +44,9 @@ class StepPlan:
     """One step: the packed vector, and what the host must do around and after it.
 
     before: device actions ahead of the step, as (name, arguments). emits: (sequence, generation) of
-    every token row, the first `decodes` of which are decode rows. chunks: prompt rows. checkpoints:
-    chunks after which the window state is saved.
+    all that may emit tokens: rounds, then prompts that end. spans: rows of each round at most.
+    chunks: prompt rows. checkpoints: chunks after which the window state is saved. rows:
+    prompt_rows, and verify_rows of rounds at most.
     """
 
     layout: PlanLayout
@@ -53,8 +55,15 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     emits: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    decodes: int = 0
+    spans: list[int] = field(default_factory=list)
     checkpoints: list[Chunk] = field(default_factory=list)
-    rows: int = 0
+    prompt_rows: int = 0
+    verify_rows: int = 0
+    makes_drafts: bool = False
     wants_logprobs: bool = False
     scores_prompt: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step at most."""
+        return self.prompt_rows + self.verify_rows

@@ -1,4 +1,4 @@
-"""One step on the device: admissions, the network over the plan's rows, one token per emitting row.
+"""One step on the device: admissions, the network over the step's rows, tokens, new drafts.
 
 A pure function of (parameters, state, packed plan), jitted with the state donated. At level "batch"
 one program serves every step: prefill, decode and mixtures, one request or many, since only loop
@@ -16,44 +16,40 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.engine.layout import ANCHOR, PlanLayout, PlanParts, unpack
-from deepinfer_jax.engine.slots import SlotState, admit, advance, ids_before, row_edits
-from deepinfer_jax.model.params import Leaf
-from deepinfer_jax.model.registry import AnyParams, AnyState
+from deepinfer_jax.engine.choose import Emitted, choose, no_record, token_record
+from deepinfer_jax.engine.drafting import Drafting, make_drafts
+from deepinfer_jax.engine.layout import RESULT, PlanLayout, PlanParts, header_word, unpack
+from deepinfer_jax.engine.rows import Emitters, step_rows
+from deepinfer_jax.engine.slots import EngineState, SlotState, admit, ids_before
+from deepinfer_jax.model.params import Leaf, Params
+from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.model.slots import look_back, open_slots
-from deepinfer_jax.model.step import Plan, step
+from deepinfer_jax.model.step import step
 from deepinfer_jax.numerics.ops import ops_for
-from deepinfer_jax.sampling.logprobs import TokenLogprobs, pick_tile
-from deepinfer_jax.sampling.sample import NO_TOKEN, sample_tile
+from deepinfer_jax.sampling.logprobs import TokenLogprobs
+from deepinfer_jax.speculative.confidence import survival
 from pallas_kernels import core
 
 TILE = core.ROW_TILE
 
 
 @struct.dataclass
-class EngineState:
-    """Everything that stays on the device between steps."""
-
-    cache: AnyState
-    slots: SlotState
-
-
-@struct.dataclass
 class StepResult:
-    """What the host reads of a step; B = emitting rows, T = plan rows, k = alternatives.
+    """What the host reads of a step; T = plan rows, k = alternatives.
 
-    tokens [B, 5]: slot, generation, token, stop code, sampler status. chosen: log-probabilities of
-    the chosen tokens; prompt: of the prompt rows' next ids; both are zeros unless asked for.
+    rounds [S, width]: of each emitter, the words `layout.RESULT`, its tokens (-1 beyond the last)
+    and the survivals of its new drafts. chosen: log-probabilities by emitting row; prompt: of the
+    prompt rows' next ids; both are zeros unless asked for.
     """
 
-    tokens: Leaf  # int32 [B, 5]
+    rounds: Leaf  # int32 [S, width]
     chosen: TokenLogprobs
     prompt: TokenLogprobs
 
 
 @partial(
     jax.jit,
-    static_argnames=("trees", "config", "layout", "alternatives"),
+    static_argnames=("trees", "config", "layout", "alternatives", "drafting"),
     donate_argnames="state",
 )
 def run_step(
@@ -65,6 +61,7 @@ def run_step(
     config: ModelConfig,
     layout: PlanLayout,
     alternatives: int,
+    drafting: Drafting | None,
 ) -> tuple[tuple[Array, ...], StepResult]:
     """Returns (leaves of the state after the step, what the host will read).
 
@@ -79,6 +76,7 @@ def run_step(
         config: of the model.
         layout: of the plan.
         alternatives: k of the log-probabilities.
+        drafting: how drafts are made; None makes none.
     """
     after, result = engine_step(
         jax.tree.unflatten(trees[0], params),
@@ -87,6 +85,7 @@ def run_step(
         config=config,
         layout=layout,
         alternatives=alternatives,
+        drafting=drafting,
     )
     return tuple(jax.tree.leaves(after)), result
 
@@ -99,24 +98,54 @@ def engine_step(
     config: ModelConfig,
     layout: PlanLayout,
     alternatives: int,
+    drafting: Drafting | None,
 ) -> tuple[EngineState, StepResult]:
     """Returns (state after the step, what the host will read). Pure; arguments as `run_step`."""
     parts = unpack(layout, vector)
-    state, plan = _prepare(params, config, state, parts)
-    drafting = config.draft is not None
-    cache, hidden, _ = step(params, config, state.cache, plan, drafting=drafting)
-    state = replace(state, cache=cache)
+    state = _prepare(params, config, state, parts)
+    plan, emitters = step_rows(layout, parts, state.slots, state.cache.length)
+    writes_context = config.draft is not None
+    cache, hidden, _ = step(params, config, state.cache, plan, drafting=writes_context)
     prompt = _score_prompt(params, config, layout, parts, hidden, alternatives)
-    state, tokens, chosen = _choose(
-        params, config, state, layout, parts, plan, hidden, alternatives
+    slots, emitted, chosen = choose(
+        params, config, state.slots, parts, plan, emitters, hidden, alternatives
     )
-    return state, StepResult(tokens=tokens, chosen=chosen, prompt=prompt)
+    # Rejected rows are taken back: the next round begins after the last token that was accepted.
+    dropped = jnp.where(emitted.count > 0, emitters.slot, cache.length.shape[0])
+    length = cache.length.at[dropped].set(emitters.base + emitted.count, mode="drop")
+    state = EngineState(cache=replace(cache, length=length), slots=slots)
+    if drafting is not None:
+        assert isinstance(params, Params)  # V4 has no draft stages here
+        state = make_drafts(params, config, state, parts, emitters, emitted, drafting)
+    rounds = _result_rows(state.slots, emitters, emitted)
+    return state, StepResult(rounds=rounds, chosen=chosen, prompt=prompt)
+
+
+def _result_rows(slots: SlotState, emitters: Emitters, emitted: Emitted) -> Int[Array, "s w"]:
+    """Returns `StepResult.rounds`."""
+    slot = emitters.slot
+    words = {
+        "slot": slot,
+        "generation": slots.generation[slot],
+        "first": emitters.first,
+        "count": emitted.count,
+        "code": emitted.code,
+        "status": emitted.status,
+        "verified": jnp.maximum(emitters.rows - 1, 0),
+        "accepted": emitted.accepted,
+    }
+    columns = [jnp.stack([words[name] for name in RESULT], axis=1), emitted.tokens]
+    if slots.drafting is not None:
+        alive = survival(slots.drafting.confidence[slot])
+        alive = jnp.where(slots.drafting.is_made[slot][:, None], alive, 0.0)
+        columns.append(lax.bitcast_convert_type(alive, jnp.int32))
+    return jnp.concatenate(columns, axis=1)
 
 
 def _prepare(
     params: AnyParams, config: ModelConfig, state: EngineState, parts: PlanParts
-) -> tuple[EngineState, Plan]:
-    """Applies admissions and block-table entries; resolves rows that only the device knows."""
+) -> EngineState:
+    """Applies admissions and block-table entries."""
     slots, admitted = admit(state.slots, parts.admits)
     cache = state.cache
     where, place, block = parts.deltas.T
@@ -132,74 +161,7 @@ def _prepare(
         ids_before=ids_before(admitted, look_back(config)),
     )
     table = cache.block_table.at[where, place].set(block, mode="drop")
-    cache = replace(cache, block_table=table)
-    is_anchor = parts.ids == ANCHOR
-    plan = Plan(
-        ids=jnp.where(is_anchor, slots.last[parts.slot], parts.ids),
-        position=jnp.where(is_anchor, cache.length[parts.slot], parts.position),
-        slot=parts.slot,
-        count=parts.header[0],
-        # A sequence that stopped on the device has rows in plans made before the host knew.
-        valid=slots.alive[parts.slot],
-    )
-    return EngineState(cache=cache, slots=slots), plan
-
-
-def _choose(
-    params: AnyParams,
-    config: ModelConfig,
-    state: EngineState,
-    layout: PlanLayout,
-    parts: PlanParts,
-    plan: Plan,
-    hidden: Float[Array, "t d"],
-    alternatives: int,
-) -> tuple[EngineState, Array, TokenLogprobs]:
-    """Chooses one token for every emitting row, in tiles of rows; dead rows choose nothing."""
-    slots, count = state.slots, parts.header[1]
-    size = -(-layout.slots // TILE) * TILE
-    emit = jnp.pad(parts.emit, (0, size - layout.slots))
-    wants = parts.header[2] > 0
-    image = config.image_token_id  # stands for pixels: no text has it
-    never = None if image is None else jnp.arange(config.vocab_size) == image
-    ops = ops_for(config.execution)
-
-    def tile(index: Int[Array, ""] | int, found: tuple) -> tuple:
-        start = index * TILE
-        row = lax.dynamic_slice_in_dim(emit, start, TILE)
-        slot = plan.slot[row]
-        row, slot = lax.optimization_barrier((row, slot))
-        logits = ops.contract(hidden[row], params.head)
-        rules, place = slots.rules.take(slot), plan.position[row] + 1
-
-        def pick(full: bool) -> tuple[Array, Array, Array]:
-            edits = row_edits(slots, slot, full=full)
-            return sample_tile(logits, rules, place, edits, never_emit=never)
-
-        token, status, log_p = lax.cond(
-            slots.edited[slot].any(), lambda: pick(True), lambda: pick(False)
-        )
-        record = lax.cond(
-            wants,
-            lambda: _record(logits, log_p, slots.processed[slot], token, alternatives),
-            lambda: _no_record(TILE, alternatives),
-        )
-        new = (jnp.stack([token, status], axis=1), record)
-        return jax.tree.map(
-            lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0), found, new
-        )
-
-    start = (jnp.full((size, 2), NO_TOKEN, jnp.int32), _no_record(size, alternatives))
-    (sampled, chosen) = lax.fori_loop(0, -(-count // TILE), tile, start)
-    token, status = sampled[: layout.slots].T
-    slot = plan.slot[parts.emit]
-    is_real = (jnp.arange(layout.slots) < count) & slots.alive[slot]
-    generation = slots.generation[slot]
-    slots, code = advance(slots, slot, token, is_real)
-    code = jnp.where(is_real, code, -1)
-    tokens = jnp.stack([slot, generation, token, code, status], axis=1)
-    chosen = jax.tree.map(lambda leaf: leaf[: layout.slots], chosen)
-    return replace(state, slots=slots), tokens, chosen
+    return EngineState(cache=replace(cache, block_table=table), slots=slots)
 
 
 def _score_prompt(
@@ -220,28 +182,10 @@ def _score_prompt(
         rows, target = lax.optimization_barrier((rows, target))
         logits = ops.contract(rows, params.head)
         raw = jnp.zeros((TILE,), bool)
-        record = _record(logits, logits, raw, target, alternatives)
+        record = token_record(logits, logits, raw, target, alternatives)
         return jax.tree.map(
             lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0), found, record
         )
 
-    tiles = jnp.where(parts.header[3] > 0, -(-parts.header[0] // TILE), 0)
-    return lax.fori_loop(0, tiles, tile, _no_record(layout.rows, alternatives))
-
-
-def _record(
-    logits: Array, log_p: Array, processed: Array, token: Array, alternatives: int
-) -> TokenLogprobs:
-    """Returns the record of a tile, of the raw logits or of log p as each row wants."""
-    chosen = processed[:, None]
-    order = jnp.where(chosen, log_p, logits)
-    return pick_tile(order, jnp.where(chosen, log_p, core.log_softmax(logits)), token, alternatives)
-
-
-def _no_record(rows: int, alternatives: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        logprob=jnp.zeros((rows,), jnp.float32),
-        rank=jnp.zeros((rows,), jnp.int32),
-        top_ids=jnp.zeros((rows, alternatives), jnp.int32),
-        top_logprobs=jnp.zeros((rows, alternatives), jnp.float32),
-    )
+    count = jnp.where(header_word(parts, "scores_prompt"), header_word(parts, "prompt_rows"), 0)
+    return lax.fori_loop(0, -(-count // TILE), tile, no_record(layout.rows, alternatives))

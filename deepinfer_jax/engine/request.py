@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -86,12 +86,13 @@ def top_rows(ids: np.ndarray, values: np.ndarray) -> tuple[tuple[tuple[int, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
-    """Checks requests and builds their sequences."""
+    """Checks requests and builds their sequences. drafts: of a round, 0 without drafting."""
 
     config: ModelConfig
     runtime: RuntimeConfig
     tokenizer: "Tokenizer | None"
     max_len: int
+    drafts: int
 
     def build(
         self,
@@ -144,8 +145,8 @@ class RequestFactory:
                 banned=banned,
                 parent=sequences[0] if child else None,
             )
+            sequence.append(output_ids)
             for token in output_ids:
-                sequence.append(token)
                 sequence.output.push(token)
             sequence.planned = sequence.produced
             sequences.append(sequence)
@@ -199,7 +200,20 @@ class RequestFactory:
         if params.stop and not params.detokenize:
             raise InputError("stop strings need text: detokenize=False excludes them")
         self._banned(params)
+        self._check_drafts(params)
         _check_later(params)
+
+    def _check_drafts(self, params: SamplingParams) -> None:
+        if params.verify != "exact" and self.config.execution.determinism == "batch":
+            raise InputError(
+                f"verify={params.verify!r} gives tokens that depend on how rounds are cut: use "
+                '"exact" at level "batch", or load the model with determinism="run"'
+            )
+        if params.max_draft is not None and params.max_draft > self.drafts:
+            raise InputError(
+                f"max_draft must be at most the {self.drafts} drafts of a round here, got "
+                f"{params.max_draft}"
+            )
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:
@@ -229,14 +243,7 @@ class RequestFactory:
         return tuple(found)
 
 
-_LATER: dict[str, Any] = {"grammar": None, "verify": "exact"}
-
-
 def _check_later(params: SamplingParams) -> None:
     """Raises InputError for what this engine cannot honour yet."""
-    fields = [name for name, usual in _LATER.items() if getattr(params, name) != usual]
-    if params.max_draft not in (None, 0):
-        fields.append("max_draft")
-    if fields:
-        given = ", ".join(f"{name}={getattr(params, name)!r}" for name in fields)
-        raise InputError(f"not supported yet: {given}. Leave these at their defaults")
+    if params.grammar is not None:
+        raise InputError(f"not supported yet: grammar={params.grammar!r}. Leave it at None")

@@ -1,9 +1,59 @@
-"""Log-probabilities of a step as the host reads them, put where their requests want them."""
+"""Results of a step as the host reads them."""
 
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepinfer_jax.engine.layout import RESULT
 from deepinfer_jax.engine.output import TopLogprobs
 from deepinfer_jax.engine.plan import Chunk
 from deepinfer_jax.engine.request import Request
+from deepinfer_jax.engine.slots import AT_STOP, FAILED
 from deepinfer_jax.sampling.logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What one sequence got: words of `layout.RESULT`, its tokens, survivals of its new drafts."""
+
+    generation: int
+    first: int
+    code: int
+    status: int
+    verified: int
+    accepted: int
+    rows: int
+    tokens: list[int]
+    survival: np.ndarray
+
+    @property
+    def kept(self) -> list[int]:
+        """Tokens that are output: without a stop id, and without the mark of a failed row."""
+        return self.tokens[:-1] if self.code in (AT_STOP, FAILED) else self.tokens
+
+
+def round_results(rounds: np.ndarray, count: int) -> list[RoundResult]:
+    """Returns the results of the first `count` emitters of `program.StepResult.rounds`."""
+    words = len(RESULT)
+    width = 1 + (rounds.shape[1] - words) // 2
+    survivals = rounds[:count, words + width :].view(np.float32)
+    found = []
+    for row, survival in zip(rounds[:count, : words + width].tolist(), survivals, strict=True):
+        _, generation, first, emitted, code, status, verified, accepted = row[:words]
+        found.append(
+            RoundResult(
+                generation=generation,
+                first=first,
+                code=code,
+                status=status,
+                verified=verified,
+                accepted=accepted,
+                rows=verified + (code >= 0),
+                tokens=row[words : words + emitted],
+                survival=survival,
+            )
+        )
+    return found
 
 
 def token_record(chosen: TokenLogprobs, place: int, count: int) -> tuple[float, TopLogprobs]:

@@ -9,6 +9,7 @@ later, so that the first always finishes.
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Sequence as Items
 
 import numpy as np
 
@@ -20,19 +21,21 @@ from deepinfer_jax.cache.hit import (
     usable_hit,
 )
 from deepinfer_jax.engine.admission import write_admission
-from deepinfer_jax.engine.layout import ANCHOR, PlanParts, blank
+from deepinfer_jax.engine.draft_policy import DraftPolicy
+from deepinfer_jax.engine.layout import PlanParts, blank
 from deepinfer_jax.engine.plan import Chunk, Limits, StepPlan
+from deepinfer_jax.engine.results import RoundResult
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import CacheError
-from pallas_kernels import core
 
 
 class Scheduler:
     """Owns the queue, the slots and the blocks."""
 
-    def __init__(self, limits: Limits, cache: BlockCache) -> None:
+    def __init__(self, limits: Limits, cache: BlockCache, policy: DraftPolicy) -> None:
         """Starts empty; `cache` has the blocks that the device state has."""
         self.limits = limits
+        self.policy = policy
         self.cache = cache
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []  # by rank
@@ -70,6 +73,7 @@ class Scheduler:
         sequence.blocks = []
         sequence.slot = sequence.generation = 0
         sequence.computed = sequence.written = sequence.published = 0
+        sequence.survivals = ()
         sequence.planned = sequence.produced
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -94,62 +98,82 @@ class Scheduler:
         self._admit(plan, parts)
         if not plan.rows:
             return None
+        limits, drafts = self.limits, budget.drafts
         for place, sequence in enumerate(plan.admitted):
             if sequence.slot:
-                write_admission(parts.admits[place], sequence, self.limits.rule, self.limits.eos)
+                entry = parts.admits[place]
+                write_admission(entry, sequence, limits.rule, limits.eos, drafts)
         for place, entry in enumerate(self._deltas):
             parts.deltas[place] = entry
         self._deltas = []
-        parts.header[:] = (plan.rows, len(plan.emits), plan.wants_logprobs, plan.scores_prompt)
         self.counters["steps"] += 1
-        self.counters["rows"] += plan.rows
-        tile = core.ROW_TILE
-        self.counters["tile_rows"] += -(-plan.rows // tile) * tile  # computed at level "batch"
         return self._fit(plan, parts)
 
     def _fit(self, plan: StepPlan, parts: PlanParts) -> StepPlan:
-        """Moves the plan into the smallest layout that holds its rows."""
+        """Moves the plan into the smallest layout that holds its rows, and writes its header.
+
+        Rows that would be computed as padding verify drafts instead.
+        """
         layout = next(one for one in self.limits.layouts if one.rows >= plan.rows)
         if layout is not plan.layout:
             vector, small = blank(layout)
             for name in ("ids", "position", "slot", "target"):
                 getattr(small, name)[:] = getattr(parts, name)[: layout.rows]
-            for name in ("header", "emit", "deltas", "admits"):
+            for name in ("rounds", "ends", "deltas", "admits"):
                 getattr(small, name)[:] = getattr(parts, name)
-            plan.layout, plan.vector = layout, vector
+            plan.layout, plan.vector, parts = layout, vector, small
+        step = layout.rows if len(self.limits.layouts) > 1 else self.limits.row_step
+        padding = -plan.rows % step
+        plan.verify_rows = min(plan.verify_rows + padding, sum(plan.spans))
+        rounds = len(plan.spans)
+        parts.header[:] = (
+            plan.prompt_rows,
+            rounds,
+            len(plan.emits) - rounds,
+            plan.wants_logprobs,
+            plan.scores_prompt,
+            self.policy.most,
+            np.float32(self.policy.threshold).view(np.int32),
+            plan.verify_rows,
+            plan.makes_drafts,
+        )
         return plan
 
     def _decode(self, plan: StepPlan, parts: PlanParts) -> None:
-        """Plans one row for every running sequence, in order of rank. Kept lean: it runs once a
+        """Plans a round of every running sequence, in order of rank. Kept lean: it runs once a
         token."""
         slots: list[int] = []
+        chosen: list[Sequence] = []
         for sequence in tuple(self.active):
             if sequence.phase is not Phase.RUNNING or sequence.planned >= sequence.room:
                 continue
-            if sequence.computed >= sequence.capacity and not self._grow(sequence):
+            span = 1 + self.policy.drafts_of(sequence)
+            last = min(sequence.computed + span, sequence.longest)
+            if last > sequence.capacity and not self._grow(sequence, last):
                 continue
-            sequence.computed += 1
+            sequence.computed += span
             sequence.planned += 1
+            chosen.append(sequence)
             plan.emits.append((sequence, sequence.generation))
+            plan.spans.append(span)
             slots.append(sequence.slot)
             if sequence.params.logprobs is not None:
                 plan.wants_logprobs = True
-        count, row = len(slots), plan.rows
-        plan.decodes, plan.rows = count, row + count
-        parts.ids[row : row + count] = ANCHOR
-        parts.slot[row : row + count] = slots
-        parts.emit[:count] = np.arange(row, row + count)
+        parts.rounds[: len(slots)] = slots
+        plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Gives the sequence one more block, taking it from the last rank if need be."""
-        while (found := self.cache.allocate(1)) is None:
-            victim = self.active[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        self._deltas.append((sequence.slot, len(sequence.blocks), found[0]))
-        sequence.blocks += found
-        sequence.capacity += self.cache.block_tokens
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Gives the sequence blocks for so many tokens, taking them from the last rank if need
+        be."""
+        while sequence.capacity < tokens:
+            while (found := self.cache.allocate(1)) is None:
+                victim = self.active[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+            self._deltas.append((sequence.slot, len(sequence.blocks), found[0]))
+            sequence.blocks += found
+            sequence.capacity += self.cache.block_tokens
         return True
 
     def _chunk(self, plan: StepPlan, parts: PlanParts, sequence: Sequence) -> None:
@@ -160,7 +184,7 @@ class Scheduler:
         count = min(left, cut - start, end - start)
         if count <= 0:
             return
-        row, stop = plan.rows, start + count
+        row, stop = plan.prompt_rows, start + count
         rows = slice(row, row + count)
         parts.ids[rows] = sequence.ids[start:stop]
         parts.position[rows] = np.arange(start, stop)
@@ -170,14 +194,14 @@ class Scheduler:
             parts.target[rows] = -1
             parts.target[row : row + len(following)] = following
             plan.scores_prompt |= sequence.output.needs_prompt_scores
-        plan.rows += count
+        plan.prompt_rows += count
         sequence.computed = stop
         chunk = Chunk(sequence, sequence.generation, start, stop, row)
         plan.chunks.append(chunk)
         if stop in sequence.cuts:
             plan.checkpoints.append(chunk)
         if stop == end and sequence.room > 0:
-            parts.emit[len(plan.emits)] = row + count - 1
+            parts.ends[len(plan.emits) - len(plan.spans)] = row + count - 1
             plan.emits.append((sequence, sequence.generation))
             plan.wants_logprobs |= sequence.params.logprobs is not None
             sequence.planned += 1
@@ -216,7 +240,7 @@ class Scheduler:
             available=cache.available,
             need=need,
             running=len(self.active),
-            lookahead=self.limits.depth + 1,
+            lookahead=(self.limits.depth + 1) * (plan.layout.drafts + 1),
             block_tokens=size,
             num_blocks=cache.num_blocks,
         )
@@ -297,18 +321,42 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def written(self, plan: StepPlan) -> None:
-        """Records that the rows of a plan are in the cache; publishes full blocks."""
-        size = self.cache.block_tokens
-        for sequence, generation in plan.emits[: plan.decodes]:
-            if sequence.generation == generation:
-                sequence.written += 1
-                if sequence.written % size == 0:
+    def commit(self, plan: StepPlan, results: Items[RoundResult]) -> None:
+        """Takes the tokens of a step: they are part of their sequences, their rows are cached.
+
+        results: of `plan.emits`, in order. Publishes blocks that are full; before anything ends,
+        since rows of a sequence that ends here are worth keeping too.
+        """
+        rounds = len(plan.spans)
+        rows = plan.prompt_rows
+        for place, (sequence, generation) in enumerate(plan.emits):
+            found = results[place]
+            rows += found.rows if place < rounds else 0
+            if sequence.generation != generation:
+                continue  # ended or preempted since
+            sequence.append(found.kept)
+            sequence.planned += len(found.kept) - 1
+            sequence.survivals = (found.survival, *sequence.survivals[:1])
+            if place < rounds:
+                sequence.computed -= plan.spans[place] - len(found.tokens)
+                sequence.written += len(found.tokens)
+                if sequence.written // self.cache.block_tokens > sequence.published:
                     self._publish(sequence)
         for chunk in plan.chunks:
             if chunk.sequence.generation == chunk.generation:
                 chunk.sequence.written = max(chunk.sequence.written, chunk.stop)
                 self._publish(chunk.sequence)
+        step = self.limits.row_step
+        self.counters["rows"] += rows
+        self.counters["tile_rows"] += -(-rows // step) * step  # computed at level "batch"
+
+    def observe(self, plan: StepPlan, results: Items[RoundResult], seconds: float) -> None:
+        """Tells the draft policy how long a step took from when the device was free for it."""
+        rounds = len(plan.spans)
+        if rounds:
+            rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
+            context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
+            self.policy.observe(rows, rounds, context, seconds)
 
     def _publish(self, sequence: Sequence) -> None:
         """Shares the blocks of a sequence that are full by now."""

@@ -1,5 +1,6 @@
 """One completion on its way through the engine: tokens, cache blocks, place in the queue."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -28,9 +29,10 @@ class Sequence:
 
     slot, generation: 0 while it has no slot. blocks: its cache blocks in order, for `capacity`
     tokens. reused: tokens whose rows it found in the cache. first: first row it runs. computed:
-    rows planned so far. written: rows whose step was read. published: blocks in the prefix tree.
-    planned: output tokens that planned steps give. cuts: positions at which a checkpoint is taken.
-    cached: tokens reused at its first admission.
+    rows planned so far, drafts taken as accepted. written: rows whose step was read. published:
+    blocks in the prefix tree. planned: output tokens that planned steps give at least. cuts:
+    positions at which a checkpoint is taken. cached: tokens reused at its first admission.
+    survivals: of the drafts of its last rounds that the host has read, newest first.
     """
 
     number: int
@@ -60,11 +62,17 @@ class Sequence:
     cuts: tuple[int, ...] = ()
     cached: int | None = None
     preemptions: int = 0
+    survivals: tuple[np.ndarray, ...] = ()
 
     @property
     def produced(self) -> int:
         """Committed output tokens."""
         return self.count - self.prompt_len
+
+    @property
+    def longest(self) -> int:
+        """Tokens at most, prompt included."""
+        return self.prompt_len + self.room
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -84,7 +92,8 @@ class Sequence:
             or self.banned
         )
 
-    def append(self, token: int) -> None:
-        """Adds a committed token."""
-        self.ids[self.count] = token
-        self.count += 1
+    def append(self, tokens: Items[int]) -> None:
+        """Adds committed tokens."""
+        stop = self.count + len(tokens)
+        self.ids[self.count : stop] = tokens
+        self.count = stop

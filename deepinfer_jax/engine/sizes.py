@@ -5,9 +5,11 @@ from dataclasses import replace
 import jax
 
 from deepinfer_jax.cache.capacity import Capacity, plan_capacity
+from deepinfer_jax.cache.hit import hit_rule
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
 from deepinfer_jax.engine.layout import PlanLayout
+from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.model.step import plan_length
 
 CPU_CACHE_BYTES = 2**30
@@ -15,14 +17,14 @@ GPU_CACHE_SHARE = 0.8
 
 
 def plan_layouts(
-    config: ModelConfig, runtime: RuntimeConfig, capacity: Capacity
+    config: ModelConfig, runtime: RuntimeConfig, capacity: Capacity, drafts: int
 ) -> tuple[PlanLayout, ...]:
     """Returns the layouts of plans, by rows: one at "batch", where rows beyond the count are free.
 
     Otherwise all rows of a plan are computed, so there is one per power of four.
     """
     tile = config.execution.row_tile
-    most = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs + 1), tile)
+    most = _most_rows(config, runtime, drafts)
     sizes = [most]
     if config.execution.determinism != "batch":
         size = plan_length(1, tile)
@@ -33,12 +35,46 @@ def plan_layouts(
         sizes.append(most)
     deltas = capacity.layout.max_blocks + most // runtime.block_tokens + 2 * runtime.max_seqs + 64
     return tuple(
-        PlanLayout(rows=size, slots=runtime.max_seqs, deltas=deltas, stop_ids=runtime.max_stop_ids)
+        PlanLayout(
+            rows=size,
+            slots=runtime.max_seqs,
+            deltas=deltas,
+            stop_ids=runtime.max_stop_ids,
+            drafts=drafts,
+        )
         for size in sizes
     )
 
 
-def engine_capacity(config: ModelConfig, runtime: RuntimeConfig) -> Capacity:
+def _most_rows(config: ModelConfig, runtime: RuntimeConfig, drafts: int) -> int:
+    """Returns the rows of the longest plan: all rounds with all drafts, and a prompt row."""
+    rounds = runtime.max_seqs * (drafts + 1)
+    return plan_length(max(runtime.max_tokens_per_step, rounds + 1), config.execution.row_tile)
+
+
+def engine_limits(
+    config: ModelConfig, runtime: RuntimeConfig, capacity: Capacity, drafts: int
+) -> Limits:
+    """Returns what scheduling obeys."""
+    return Limits(
+        layouts=plan_layouts(config, runtime, capacity, drafts),
+        budget=runtime.max_tokens_per_step,
+        row_step=config.execution.row_tile,
+        depth=runtime.async_depth,
+        prefix_cache=runtime.prefix_cache,
+        eos=config.eos_token_id,
+        rule=hit_rule(
+            config,
+            block_tokens=runtime.block_tokens,
+            replay=runtime.replay,
+            keep_tokens=runtime.replay_keep_tokens,
+            restore=runtime.prefix_restore,
+            rollback=ROLLBACK,
+        ),
+    )
+
+
+def engine_capacity(config: ModelConfig, runtime: RuntimeConfig, drafts: int) -> Capacity:
     """Returns slots and blocks for the budget, at most what all sequences at full length use.
 
     Raises:
@@ -46,7 +82,7 @@ def engine_capacity(config: ModelConfig, runtime: RuntimeConfig) -> Capacity:
     """
     tile = config.execution.row_tile
     if config.execution.determinism != "batch":
-        tile = plan_length(max(runtime.max_tokens_per_step, runtime.max_seqs + 1), tile)
+        tile = _most_rows(config, runtime, drafts)
     device = jax.devices()[0]
     budget = runtime.cache_bytes
     if budget is None:

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from deepinfer_jax.engine.layout import ADMIT_FLOATS, ADMIT_INTS
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.params import Leaf
+from deepinfer_jax.model.registry import AnyState
 from deepinfer_jax.sampling.edits import Edits
 from deepinfer_jax.sampling.rows import RowParams
 
@@ -23,6 +24,23 @@ COUNT_MASK = BANNED - 1
 
 
 @struct.dataclass
+class DraftState:
+    """Drafts of s slots, n each.
+
+    token: after `SlotState.last`, while is_made. confidence: of each, given those before it.
+    most: how many the request lets be verified. rule: `speculative.verify.RULES`. log_q: of the
+    distributions they were drawn from, for rules that need them; None where only "exact" exists.
+    """
+
+    token: Leaf  # int32 [s, n]
+    confidence: Leaf  # float32 [s, n]
+    is_made: Leaf  # bool [s]
+    most: Leaf  # int32 [s]
+    rule: Leaf  # int32 [s]
+    log_q: Leaf  # float32 [s, n, v]
+
+
+@struct.dataclass
 class SlotState:
     """Scheduler state of s = max_seqs + 1 slots; slot 0 is padding.
 
@@ -30,7 +48,7 @@ class SlotState:
     generation: of the sequence in the slot. produced, most, least: output tokens so far, their
     bound, and how many are due before a stop id counts. edited: the sequence has penalties, biases
     or a token set, in `marks` (output count, IN_PROMPT, BANNED) and in the bias pairs. processed:
-    its reported log-probabilities are those after the edits.
+    its reported log-probabilities are those after the edits. drafting: None if it is off.
     """
 
     last: Leaf  # int32 [s]
@@ -46,15 +64,37 @@ class SlotState:
     marks: Leaf  # int32 [s, v]
     bias_ids: Leaf  # int32 [s, MAX_BIAS], -1 unused
     bias_values: Leaf  # float32 [s, MAX_BIAS]
+    drafting: DraftState | None
 
 
-def init_slots(slots: int, vocab_size: int, stop_ids: int) -> SlotState:
-    """Returns the state of `slots` empty slots, the null slot included."""
+@struct.dataclass
+class EngineState:
+    """Everything that stays on the device between steps."""
+
+    cache: AnyState
+    slots: SlotState
+
+
+def init_slots(
+    slots: int, vocab_size: int, stop_ids: int, *, drafts: int = 0, keeps_q: bool = False
+) -> SlotState:
+    """Returns the state of `slots` empty slots, the null slot included.
+
+    drafts: of one round, 0 without drafting. keeps_q: for rules beside "exact".
+    """
 
     def zeros(*shape: int, dtype: str = "int32") -> Array:
         return jnp.zeros((slots, *shape), dtype)
 
     rules = {name: zeros(dtype="float32") for name in ADMIT_FLOATS}
+    drafting = DraftState(
+        token=zeros(drafts),
+        confidence=zeros(drafts, dtype="float32"),
+        is_made=zeros(dtype="bool"),
+        most=zeros(),
+        rule=zeros(),
+        log_q=zeros(drafts, vocab_size, dtype="float32") if keeps_q else None,
+    )
     return SlotState(
         last=zeros(),
         alive=zeros(dtype="bool"),
@@ -69,6 +109,7 @@ def init_slots(slots: int, vocab_size: int, stop_ids: int) -> SlotState:
         marks=zeros(vocab_size),
         bias_ids=zeros(MAX_BIAS) - 1,
         bias_values=zeros(MAX_BIAS, dtype="float32"),
+        drafting=drafting if drafts else None,
     )
 
 
@@ -104,6 +145,14 @@ def admit(slots: SlotState, admits: Int[Array, "a w"]) -> tuple[SlotState, dict[
             for name in ("generation", "produced", "most", "least")
         },
     )
+    if (drafting := slots.drafting) is not None:
+        drafting = replace(
+            drafting,
+            is_made=put(drafting.is_made, jnp.zeros_like(where)),
+            most=put(drafting.most, ints["most_drafts"]),
+            rule=put(drafting.rule, ints["rule"]),
+        )
+        slots = replace(slots, drafting=drafting)
     return slots, {**ints, "slot": where}
 
 
@@ -123,17 +172,23 @@ def ids_before(ints: dict[str, Array], count: int) -> Int[Array, "a n"]:
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((ints["slot"].shape[0], 0), int)
 
 
-def row_edits(slots: SlotState, slot: Int[Array, " b"], *, full: bool) -> Edits:
+def row_edits(
+    slots: SlotState, slot: Int[Array, " b"], before: Int[Array, "b n"], *, full: bool
+) -> Edits:
     """Returns the logit edits of rows of the given slots.
 
-    full: with penalties, biases and token sets; otherwise stop ids below `min_tokens` only.
+    before: drafts of the round up to each row, which count as output; -1 beyond. full: with
+    penalties, biases and token sets; otherwise stop ids below `min_tokens` only.
     """
-    early = slots.produced[slot] < slots.least[slot]
+    early = slots.produced[slot] + (before >= 0).sum(axis=1) < slots.least[slot]
     banned = jnp.where(early[:, None], slots.stop_ids[slot], -1)
     if not full:
         return Edits(banned_ids=banned)
+    row = jnp.arange(slot.shape[0])[:, None]
+    marks = slots.marks[slot]
+    marks = marks.at[row, jnp.where(before >= 0, before, marks.shape[1])].add(1, mode="drop")
     # Marks of a slot without edits are whatever an earlier sequence left.
-    marks = jnp.where(slots.edited[slot][:, None], slots.marks[slot], 0)
+    marks = jnp.where(slots.edited[slot][:, None], marks, 0)
     ids = jnp.where(slots.edited[slot][:, None], slots.bias_ids[slot], -1)
     return Edits(
         bias_ids=ids,

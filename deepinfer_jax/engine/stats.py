@@ -1,9 +1,51 @@
 """Counters and gauges of an engine, and their Prometheus text."""
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
+
 from deepinfer_jax.cache.block_cache import CacheStats
+from deepinfer_jax.engine.results import RoundResult
+from deepinfer_jax.engine.scheduler import Scheduler
+
+#: First drafts that are verified before their rejection is worth a warning.
+_ENOUGH = 1000
+
+
+class DraftCounts:
+    """Drafts verified and accepted, by position in the round; those behind a stop do not count."""
+
+    def __init__(self, size: int) -> None:
+        """Starts at zero; size: drafts of a round."""
+        self.rounds = 0
+        self.verified = np.zeros(size, np.int64)
+        self.accepted = np.zeros(size, np.int64)
+        self._is_told = False
+
+    def add(self, rounds: Items[RoundResult]) -> None:
+        """Counts rounds; warns once if no draft is ever accepted."""
+        live = [one for one in rounds if one.tokens]
+        self.rounds += len(live)
+        if not len(self.verified) or not live:
+            return
+        place = np.arange(1, len(self.verified) + 1)[:, None]
+        emitted, verified, accepted = np.array(
+            [(len(one.tokens), one.verified, one.accepted) for one in live]
+        ).T
+        self.verified += (np.minimum(verified, emitted) >= place).sum(axis=1)
+        self.accepted += (np.minimum(accepted, emitted) >= place).sum(axis=1)
+        if self.verified[0] >= _ENOUGH and not self.accepted[0] and not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"none of {self.verified[0]} first drafts was accepted: the draft stages do not "
+                "belong to these weights, or their block size is another. Set "
+                "RuntimeConfig.drafting=False, or train drafts for them",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +54,8 @@ class EngineStats:
 
     counters: since the start: requests, tokens, steps, rows, preemptions, errors, finished_*.
     waiting, running: sequences. in_flight: steps whose result has not been read. depth: how many
-    may be. slots, blocks: capacity.
+    may be. slots, blocks: capacity. rounds: decoded so far; verified, accepted: their drafts, by
+    position in the round.
     """
 
     counters: dict[str, int]
@@ -23,6 +66,9 @@ class EngineStats:
     slots: int
     blocks: int
     cache: CacheStats
+    rounds: int
+    verified: tuple[int, ...]
+    accepted: tuple[int, ...]
 
     def prometheus(self, prefix: str = "deepinfer") -> str:
         """Returns the Prometheus text exposition of all values."""
@@ -42,6 +88,12 @@ class EngineStats:
             add("finished_total", "counter", finished)
         for name in ("waiting", "running", "in_flight", "depth", "slots", "blocks"):
             add(name, "gauge", {"": getattr(self, name)})
+        add("rounds_total", "counter", {"": self.rounds})
+        for name in ("verified", "accepted"):
+            values = getattr(self, name)
+            if values:
+                samples = {f'{{position="{k}"}}': v for k, v in enumerate(values, start=1)}
+                add(f"drafts_{name}_total", "counter", samples)
         cache = self.cache
         for name in ("hits", "hit_tokens", "publications", "duplicates", "evictions"):
             add(f"prefix_{name}_total", "counter", {"": getattr(cache, name)})
@@ -51,3 +103,22 @@ class EngineStats:
         for name in ("free", "kept", "referenced"):
             add(f"blocks_{name}", "gauge", {"": getattr(cache, name)})
         return "\n".join(lines) + "\n"
+
+
+def collect_stats(
+    scheduler: Scheduler, drafts: DraftCounts, counters: Counter[str], in_flight: int
+) -> EngineStats:
+    """Returns the state of an engine; counters: of the engine, beside the scheduler's."""
+    return EngineStats(
+        counters=dict(scheduler.counters + counters),
+        waiting=len(scheduler.waiting),
+        running=len(scheduler.active),
+        in_flight=in_flight,
+        depth=scheduler.limits.depth,
+        slots=scheduler.limits.layouts[-1].slots,
+        blocks=scheduler.cache.num_blocks - 1,
+        cache=scheduler.cache.stats(),
+        rounds=drafts.rounds,
+        verified=tuple(drafts.verified.tolist()),
+        accepted=tuple(drafts.accepted.tolist()),
+    )

@@ -1,4 +1,9 @@
-"""DSpark draft: context rows, parallel block, Markov and confidence heads (model.md 3.12)."""
+"""DSpark draft: context rows, and drafts of many sequences at once (model.md 3.12).
+
+The parallel stages run on tiles of whole blocks, then a sequential head (`draft_heads`) on tiles of
+one row per sequence. At level "batch" both tiles have a fixed height, so that the drafts of a
+sequence do not depend on how many are drafted for, on its place among them, or on the others.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import DraftConfig, ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model import mhc, moe
 from deepinfer_jax.model.attention import core, projections
 from deepinfer_jax.model.attention.window import read_window, write_window
+from deepinfer_jax.model.draft_heads import Choose, DraftOutput, for_tiles, highest, propose
 from deepinfer_jax.model.layer import layer_at
 from deepinfer_jax.model.params import DraftParams, LayerParams, Leaf, Params
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
@@ -23,17 +29,12 @@ from deepinfer_jax.numerics.ops import Ops, ops_for
 
 
 @struct.dataclass
-class DraftOutput:
-    """One round of `block` proposals after the anchor, without the anchor itself.
+class Anchors:
+    """Where k blocks begin: newest token (in no cache yet), newest processed position, slot."""
 
-    logits: after the Markov head. confidence: estimated acceptance probability of every draft,
-    given that the ones before it were accepted; confidence_logit: before the sigmoid.
-    """
-
-    logits: Leaf  # float32 [block, v]
-    token_ids: Leaf  # int32 [block]
-    confidence: Leaf  # float32 [block]
-    confidence_logit: Leaf  # float32 [block]
+    token: Leaf  # int32 [k]
+    last: Leaf  # int32 [k]
+    slot: Leaf  # int32 [k]
 
 
 def draft_settings(config: ModelConfig) -> DraftConfig:
@@ -96,37 +97,111 @@ def write_context(
     return state
 
 
-def draft_block(
+def draft_blocks(
     params: Params,
     config: ModelConfig,
     state: CacheState,
-    anchor: Int[Array, ""],
-    last: Int[Array, ""],
-    slot: Int[Array, ""],
+    anchor: Int[Array, " s"],
+    last: Int[Array, " s"],
+    slot: Int[Array, " s"],
+    count: Int[Array, ""] | int,
+    choose: Choose = highest,
+    *,
+    with_logits: bool = False,
 ) -> DraftOutput:
-    """Returns one greedy round of one sequence. The block fills (part of) one row tile.
+    """Returns the drafts of the first `count` of s sequences; what stands after them is padding.
 
-    anchor: newest target token, at index last + 1, in no cache yet. last: newest processed
-    position.
+    Pure, to be called inside a jitted function. At level "batch" a sequence's bits depend on
+    nothing but its own rows, if those of `choose` do.
+
+    Args:
+        params: Parameters with draft stages.
+        config: Their config.
+        state: The cache; it is only read.
+        anchor: Newest token of each sequence, in no cache yet: at index last + 1.
+        last: Newest processed position of each sequence.
+        slot: Where each sequence is cached.
+        count: Real sequences.
+        choose: Called inside the loop, once for every position of a tile of sequences; its scores
+            are the logits after the head. It must treat rows independently; a row's sequence is
+            below s, also where it is padding. The draft at place k has index last + 2 + k.
+        with_logits: Also return the logits [s, block, v].
     """
     ops = ops_for(config.execution)
-    settings, draft, rows = draft_settings(config), draft_params(params), draft_rows(config)
-    place = jnp.arange(rows, dtype=jnp.int32)
-    tile = Rows(
-        ids=jnp.where(place == 0, anchor, settings.dspark_noise_token_id),
-        position=last + 1 + place,
-        slot=jnp.full((rows,), slot),
-        valid=place < settings.dspark_block_size,
+    size = _padded_size(ops, config, anchor.shape[0])
+    missing = size - anchor.shape[0]
+    anchors = Anchors(*(jnp.pad(x.astype(jnp.int32), (0, missing)) for x in (anchor, last, slot)))
+    hidden = _block_hidden(ops, config, params, state, anchors, count)
+    sequences = jnp.minimum(jnp.arange(size, dtype=jnp.int32), anchor.shape[0] - 1)
+    found = propose(
+        ops, config, params, hidden, anchors.token, sequences, count, choose, with_logits
     )
-    hidden, _ = run_stages(ops, config, params, state, tile, jnp.full((rows,), last))
-    normed = ops.norm(hidden, draft.norm, config.rms_norm_eps)
-    return propose(ops, config, draft, ops.contract(normed, params.head), hidden, anchor)
+    return jax.tree.map(lambda leaf: leaf[: anchor.shape[0]], found)
 
 
-def draft_rows(config: ModelConfig) -> int:
-    """Returns the tile height of a draft block."""
-    tile = config.execution.row_tile
-    return -(-draft_settings(config).dspark_block_size // tile) * tile
+def blocks_per_tile(config: ModelConfig) -> int:
+    """Returns how many whole blocks one row tile holds; a longer block has several tiles."""
+    return max(1, config.execution.row_tile // draft_settings(config).dspark_block_size)
+
+
+def _padded_size(ops: Ops, config: ModelConfig, count: int) -> int:
+    """Returns how many sequences the loops are laid out for.
+
+    At least two tiles of either loop, for the reason of `plan_length`, and whole ones:
+    `dynamic_slice` clamps.
+    """
+    if not ops.fixed_order:
+        return count
+    tiles = [
+        max(2, -(-count // height)) * height
+        for height in (blocks_per_tile(config), config.execution.row_tile)
+    ]
+    return max(tiles)
+
+
+def _block_hidden(
+    ops: Ops,
+    config: ModelConfig,
+    params: Params,
+    state: CacheState,
+    anchors: Anchors,
+    count: Int[Array, ""] | int,
+) -> Float[Array, "s k d"]:
+    """Returns the hidden rows of every block, before the final norm."""
+    size, total = draft_settings(config).dspark_block_size, anchors.token.shape[0]
+    blocks = blocks_per_tile(config) if ops.fixed_order else total
+
+    def tile(first: Int[Array, ""] | int, hidden: Float[Array, "s k d"]) -> Float[Array, "s k d"]:
+        cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, blocks), anchors)
+        valid = first + jnp.arange(blocks) < count
+        # Against row-only work being hoisted out of the loop, as in `step`.
+        cut, valid = lax.optimization_barrier((cut, valid))
+        rows, _ = run_stages(ops, config, params, state, block_rows(config, cut, valid), cut)
+        found = rows[: blocks * size].reshape(blocks, size, -1)
+        return lax.dynamic_update_slice_in_dim(hidden, found, first, axis=0)
+
+    hidden = jnp.zeros((total, size, config.hidden_size), jnp.float32)
+    return for_tiles(ops, blocks, count, tile, hidden)
+
+
+def block_rows(config: ModelConfig, anchors: Anchors, valid: Bool[Array, " k"]) -> Rows:
+    """Returns the rows of k blocks one after the other, up to whole row tiles."""
+    settings, count = draft_settings(config), anchors.token.shape[0]
+    size, tile = settings.dspark_block_size, config.execution.row_tile
+    rows = jnp.arange(-(-count * size // tile) * tile, dtype=jnp.int32)
+    owner = _owner(rows, size, count)
+    place = rows - owner * size
+    return Rows(
+        ids=jnp.where(place == 0, anchors.token[owner], settings.dspark_noise_token_id),
+        position=anchors.last[owner] + 1 + place,
+        slot=anchors.slot[owner],
+        valid=valid[owner] & (place < size),
+    )
+
+
+def _owner(rows: Int[Array, " t"], size: int, count: int) -> Int[Array, " t"]:
+    """Returns the block of every row; rows after the last block, all invalid, count as its own."""
+    return jnp.minimum(rows // size, count - 1)
 
 
 def run_stages(
@@ -135,9 +210,12 @@ def run_stages(
     params: Params,
     state: CacheState,
     tile: Rows,
-    last: Int[Array, " t"],
+    anchors: Anchors,
 ) -> tuple[Float[Array, "t d"], dict[str, Array]]:
-    """Returns (hidden rows before the final norm, observations [stage, ...]) of a draft block."""
+    """Returns (hidden rows before the final norm, observations [stage, ...]) of k blocks.
+
+    tile: the `block_rows` of `anchors`.
+    """
     embedded = params.embed[tile.ids].astype(jnp.float32)
     count, streams = tile.ids.shape[0], config.mhc.hc_mult
     start = (
@@ -147,7 +225,7 @@ def run_stages(
 
     def stage(flow: tuple, index: Int[Array, ""]) -> tuple[tuple, dict[str, Array]]:
         layer = layer_at(draft_params(params).stages, index)
-        return _stage(ops, config, layer, index, state, flow, tile, last)
+        return _stage(ops, config, layer, index, state, flow, tile, anchors)
 
     flow, seen = lax.scan(
         stage, start, jnp.arange(draft_settings(config).num_stages, dtype=jnp.int32)
@@ -163,10 +241,11 @@ def _stage(
     state: CacheState,
     flow: mhc.Streams,
     tile: Rows,
-    last: Int[Array, " t"],
+    anchors: Anchors,
 ) -> tuple[mhc.Streams, dict[str, Array]]:
     def attend(v: Float[Array, "t d"]) -> tuple[Array, None]:
-        context = read_window(config, state, config.num_hidden_layers + index, tile.slot, last)
+        place = config.num_hidden_layers + index
+        context = read_window(config, state, place, anchors.slot, anchors.last)
         return block_attention(ops, config, layer, v, tile, context), None
 
     def experts(v: Float[Array, "t d"]) -> tuple[Array, None]:
@@ -183,25 +262,29 @@ def block_attention(
     layer: LayerParams,
     v: Float[Array, "t d"],
     tile: Rows,
-    context: tuple[Float[Array, "t w c"], Array],
+    context: tuple[Float[Array, "k w c"], Bool[Array, "k w"]],
 ) -> Float[Array, "t d"]:
-    """Returns attention of the block rows over the context window and all block rows.
+    """Returns attention of the rows of k blocks, each over its context window and its own block.
 
-    Every row sees the window that ends at the last processed position, and the block in both
-    directions.
+    Every row sees the window that ends at the last processed position, and its block in both
+    directions. A key list is built per block, and read by its rows 64 ranks at a time.
     """
     rope = stage_rope(config, tile.position)
     latent = projections.query_latent(ops, config, layer, v)
     q = projections.queries(ops, config, layer, latent, rope)
     # Block keys go through the cache's quantiser like every window row.
-    block = ops.q8(projections.window_key(ops, config, layer, v, rope))
-    block_size = draft_settings(config).dspark_block_size
-    shape = (tile.ids.shape[0], block_size)
-    keys = jnp.concatenate(
-        [context[0], jnp.broadcast_to(block[:block_size], (*shape, block.shape[1]))], axis=1
+    own = ops.q8(projections.window_key(ops, config, layer, v, rope))
+    count, size = context[0].shape[0], draft_settings(config).dspark_block_size
+    own = own[: count * size].reshape(count, size, -1)
+    keys, valid = core.pad_keys(
+        jnp.concatenate([context[0], own], axis=1),
+        jnp.concatenate([context[1], jnp.ones((count, size), bool)], axis=1),
     )
-    valid = jnp.concatenate([context[1], jnp.ones(shape, bool)], axis=1)
-    o = core.attend(ops, q, keys, valid, layer.attn_sink)
+    owner = _owner(jnp.arange(v.shape[0]), size, count)
+    parts = keys.reshape(count, -1, core.BLOCK, keys.shape[2]).swapaxes(0, 1)
+    o = core.attend_blocks(
+        ops, q, parts, valid[owner], lambda part, mask: part[owner], layer.attn_sink
+    )
     return projections.output(ops, config, layer, o, rope)
 
 
@@ -212,41 +295,4 @@ def draft_moe(config: ModelConfig) -> moe.MoEConfig:
         config.moe,
         n_routed_experts=settings.dspark_n_routed_experts,
         num_experts_per_tok=settings.dspark_num_experts_per_tok,
-    )
-
-
-def propose(
-    ops: Ops,
-    config: ModelConfig,
-    draft: DraftParams,
-    base: Float[Array, "t v"],
-    hidden: Float[Array, "t d"],
-    anchor: Int[Array, ""],
-) -> DraftOutput:
-    """Returns greedy drafts of one block: logits get the bias of the token before them.
-
-    base: logits of the parallel stage. hidden: before the final norm.
-    """
-    size = draft_settings(config).dspark_block_size
-
-    def position(previous: Int[Array, ""], index: Int[Array, ""]) -> tuple[Array, tuple]:
-        # A whole tile per position, of which one row is used: the product keeps its shape.
-        embedded = jnp.broadcast_to(
-            draft.markov_embed[previous].astype(jnp.float32),
-            (base.shape[0], draft.markov_embed.shape[1]),
-        )
-        scores = (base + ops.contract(embedded, draft.markov_head))[index]
-        joined = jnp.concatenate([hidden, embedded], axis=1)
-        confidence = ops.contract(joined, draft.confidence)[index, 0]
-        token = jnp.argmax(scores).astype(jnp.int32)  # lowest id among equal maxima
-        return token, (scores, token, confidence)
-
-    _, (scores, tokens, raw) = lax.scan(
-        position, anchor.astype(jnp.int32), jnp.arange(size, dtype=jnp.int32)
-    )
-    return DraftOutput(
-        logits=scores,
-        token_ids=tokens,
-        confidence=jax.nn.sigmoid(jnp.clip(raw, -60.0, 60.0)),
-        confidence_logit=raw,
     )

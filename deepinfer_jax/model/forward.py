@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import InputError
-from deepinfer_jax.model.draft import DraftOutput, draft_block, draft_params, draft_settings
+from deepinfer_jax.model.draft import DraftOutput, draft_blocks, draft_params, draft_settings
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.registry import AnyParams, AnyState, single_sequence
 from deepinfer_jax.model.state import CacheState
@@ -179,11 +179,14 @@ def _draft(config: ModelConfig, params: Params, ids: Int[Array, " t"]) -> DraftO
     plan = sequence_plan(ids[:-1], tile)
     fresh = _fresh(config, processed)
     state, _, _ = step(params, config, fresh, plan, drafting=True)
-    # Two blocks, of which the second is dropped: a loop of one trip would be inlined (plan_length).
-    anchors = jnp.stack([ids[-1], ids[-1]])
-    last = jnp.full((2,), processed - 1, jnp.int32)
-    rounds = jax.lax.map(
-        lambda row: draft_block(params, config, cast(CacheState, state), *row),
-        (anchors, last, jnp.ones((2,), jnp.int32)),
+    rounds = draft_blocks(
+        params,
+        config,
+        cast(CacheState, state),
+        ids[-1:],
+        jnp.full((1,), processed - 1, jnp.int32),
+        jnp.ones((1,), jnp.int32),
+        1,
+        with_logits=True,
     )
     return jax.tree.map(lambda leaf: leaf[0], rounds)

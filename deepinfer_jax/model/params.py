@@ -6,6 +6,7 @@ same records hold specs, shardings or arrays. Leaf names are the checkpoint's.
 
 from typing import Any
 
+import jax
 from flax import struct
 
 from deepinfer_jax.config.model import ModelConfig
@@ -90,7 +91,12 @@ class EngramParams:
 
 @struct.dataclass
 class DraftParams:
-    """DSpark stages and heads."""
+    """DSpark stages and heads.
+
+    markov_embed, markov_head [v, r]: W1 and W2 of engine.md 3.2, None with the head "none".
+    rnn_joint [3 r, 2 r + d]: None unless the head is "rnn". confidence [1, d + r]; r = 0 with the
+    head "none".
+    """
 
     stages: LayerParams
     main_proj: Leaf
@@ -98,6 +104,7 @@ class DraftParams:
     norm: Leaf
     markov_embed: Leaf
     markov_head: Leaf
+    rnn_joint: Leaf
     confidence: Leaf
 
 
@@ -285,7 +292,8 @@ def _draft_specs(config: ModelConfig) -> DraftParams | None:
     draft = config.draft
     if draft is None:
         return None
-    width, rank = config.hidden_size, draft.dspark_markov_rank
+    width, head = config.hidden_size, draft.dspark_head
+    rank = 0 if head == "none" else draft.dspark_markov_rank
     first, last = "mtp.0", f"mtp.{draft.num_stages - 1}"
     taps = len(draft.dspark_target_layer_ids)
     prefixes = tuple(f"mtp.{stage}" for stage in range(draft.num_stages))
@@ -296,17 +304,23 @@ def _draft_specs(config: ModelConfig) -> DraftParams | None:
         axes=("embed", None),
         format="fp8_block32",
     )
+
+    def table(name: str) -> ParamSpec | None:
+        if head == "none":
+            return None
+        full = f"{last}.markov_head.{name}.weight"
+        return plain_spec(full, (config.vocab_size, rank), ("vocab", None))
+
+    # A name of this package: released files have no recurrent head.
+    joint = plain_spec(f"{last}.rnn_head.joint.weight", (3 * rank, 2 * rank + width), (None, None))
     return DraftParams(
         stages=layer_specs(config, prefixes, draft.dspark_n_routed_experts),
         main_proj=main_proj,
         main_norm=plain_spec(f"{first}.main_norm.weight", (width,), ("embed",)),
         norm=plain_spec(f"{last}.norm.weight", (width,), ("embed",)),
-        markov_embed=plain_spec(
-            f"{last}.markov_head.embed.weight", (config.vocab_size, rank), ("vocab", None)
-        ),
-        markov_head=plain_spec(
-            f"{last}.markov_head.head.weight", (config.vocab_size, rank), ("vocab", None)
-        ),
+        markov_embed=table("embed"),
+        markov_head=table("head"),
+        rnn_joint=joint if head == "rnn" else None,
         confidence=plain_spec(
             f"{last}.confidence_head.proj.weight", (1, width + rank), (None, None)
         ),
@@ -344,3 +358,9 @@ def _vision_specs(config: ModelConfig) -> VisionParams | None:
         image_end=plain_spec("image_end", (out,), ("embed",)),
         image_newline=plain_spec("image_newline", (out,), ("embed",)),
     )
+
+
+def same_form(a: Any, b: Any) -> bool:
+    """Says whether two trees have the same structure, shapes and dtypes."""
+    first, second = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (a, b))
+    return first == second

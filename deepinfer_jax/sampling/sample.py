@@ -47,10 +47,11 @@ def choose_token(
         index: position of the token that is chosen.
         purpose: `random.TARGET`, `RESIDUAL` or `DRAFT`.
     """
-    return core.map_row_tiles(partial(_choose_tile, purpose=purpose), log_p, key, index)
+    return core.map_row_tiles(partial(choose_tile, purpose=purpose), log_p, key, index)
 
 
-def _choose_tile(log_p: Array, key: Array, index: Array, *, purpose: int) -> Array:
+def choose_tile(log_p: Array, key: Array, index: Array, *, purpose: int) -> Array:
+    """The body of `choose_token` for one tile of rows."""
     score = log_p - random.token_noise(key, index, log_p.shape[-1], purpose)
     is_any = jnp.any(log_p > -jnp.inf, axis=-1)
     return jnp.where(is_any, jnp.argmax(score, axis=-1), NO_TOKEN).astype(jnp.int32)
@@ -116,6 +117,6 @@ def sample_tile(
     token = lax.cond(
         jnp.all(is_greedy(rows.temperature)),
         lambda: jnp.argmax(log_p, axis=-1).astype(jnp.int32),
-        lambda: _choose_tile(log_p, rows.key, index, purpose=purpose),
+        lambda: choose_tile(log_p, rows.key, index, purpose=purpose),
     )
     return jnp.where(status == OK, token, NO_TOKEN), status, log_p

@@ -15,12 +15,34 @@ from pallas_kernels.core.pin import pin
 SMALLEST = np.float32(1e-8)  # floor of a draft probability, and of a usable residual mass
 
 
+def draft_probabilities(log_q: Float[Array, "t v"]) -> Float[Array, "t v"]:
+    """Returns q of the rows of one tile; a row with a value that is not finite becomes NaN.
+
+    So its draft is rejected and another token is drawn from p, which keeps the law of p.
+    """
+    q = jnp.exp(log_q)
+    is_finite = jnp.all(jnp.isfinite(q), axis=-1, keepdims=True)
+    return pin(jnp.where(is_finite, q, np.float32(np.nan)))
+
+
+def probability_ratio(
+    p_token: Float[Array, "*b"], q_token: Float[Array, "*b"]
+) -> Float[Array, "*b"]:
+    """Returns p(x) / max(q(x), 1e-8) of the drafted token x; a non-finite q gives 0."""
+    ratio = p_token / jnp.maximum(q_token, SMALLEST)
+    return jnp.where(jnp.isfinite(q_token), ratio, np.float32(0))
+
+
 def acceptance_probability(
     p_token: Float[Array, "*b"], q_token: Float[Array, "*b"]
 ) -> Float[Array, "*b"]:
     """Returns min(1, p(x) / max(q(x), 1e-8)) of the drafted token x; a non-finite q gives 0."""
-    ratio = jnp.minimum(p_token / jnp.maximum(q_token, SMALLEST), np.float32(1))
-    return jnp.where(jnp.isfinite(q_token), ratio, np.float32(0))
+    return jnp.minimum(probability_ratio(p_token, q_token), np.float32(1))
+
+
+def residual_mass(p: Float[Array, "*b v"], q: Float[Array, "*b v"]) -> Float[Array, "*b"]:
+    """Returns sum max(p - q, 0), the chance that a draft from q is rejected if p sums to 1."""
+    return core.tree_sum(jnp.maximum(p - q, np.float32(0)))
 
 
 def residual_probabilities(
@@ -41,7 +63,7 @@ def residual_logprobs(p: Float[Array, "b v"], q: Float[Array, "b v"]) -> Float[A
 
 def expected_acceptance(p: Float[Array, "*b v"], q: Float[Array, "*b v"]) -> Float[Array, "*b"]:
     """Returns 1 - sum max(p - q, 0), the chance that a draft from q is accepted."""
-    return np.float32(1) - core.tree_sum(jnp.maximum(p - q, np.float32(0)))
+    return np.float32(1) - residual_mass(p, q)
 
 
 def accepted_length(

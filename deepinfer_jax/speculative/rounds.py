@@ -5,22 +5,22 @@ what temperatures are fitted on (engine.md 3.4). The tokens are those of plain g
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.errors import InputError
-from deepinfer_jax.model.cached import init_state, make_plan, prefill, verify
-from deepinfer_jax.model.draft import DraftOutput, draft_block, draft_params, draft_settings
+from deepinfer_jax.model.cached import cache_layout, make_plan, prefill, verify
+from deepinfer_jax.model.draft import DraftOutput, draft_blocks, draft_params, draft_settings
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.registry import AnyState
+from deepinfer_jax.model.registry import AnyState, empty_cache
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.step import plan_length
 
@@ -96,7 +96,9 @@ def greedy_rounds(
     runtime = RuntimeConfig(
         max_seqs=slots, max_tokens_per_step=_PREFILL_ROWS, max_len=1 << (longest - 1).bit_length()
     )
-    state = init_state(config, runtime)
+    layout = cache_layout(config, runtime, slots + 1, runtime.longest(config))
+    layout = replace(layout, rollback=max(layout.rollback, size + 1))
+    state = empty_cache(config, layout)
     waiting = list(enumerate(prompts))[::-1]
     free, running = list(range(slots, 0, -1)), []
     records, done = _Records(), {}
@@ -214,7 +216,7 @@ def draft_round(
     slot: Int[Array, " s"],
     count: Int[Array, ""],
 ) -> DraftOutput:
-    """Returns `draft_block` of the first `count` sequences, one after the other; the rest is zero.
+    """Returns the greedy drafts of the first `count` sequences; the others are padding.
 
     Args:
         params: Parameters with draft stages.
@@ -223,15 +225,6 @@ def draft_round(
         anchor: Newest token of each sequence, in no cache yet.
         last: Newest processed position of each sequence.
         slot: Where each sequence is cached.
-        count: Real sequences; the others are padding.
+        count: Real sequences.
     """
-
-    def block(index: Int[Array, ""]) -> DraftOutput:
-        return draft_block(params, config, state, anchor[index], last[index], slot[index])
-
-    def body(index: Int[Array, ""], found: DraftOutput) -> DraftOutput:
-        return jax.tree.map(lambda all_, one: all_.at[index].set(one), found, block(index))
-
-    shapes = jax.eval_shape(block, jnp.int32(0))
-    empty = jax.tree.map(lambda one: jnp.zeros((anchor.shape[0], *one.shape), one.dtype), shapes)
-    return lax.fori_loop(0, count, body, empty)
+    return draft_blocks(params, config, state, anchor, last, slot, count)

@@ -1,7 +1,9 @@
 """Training of the draft stages of a V4.1 model, everything else frozen (engine.md 3.1-3.3).
 
 The target runs once a batch at its stored values, and many blocks of each sequence are drafted in
-parallel from its taps. State, optimiser, saving and the loop are those of the backbone's training.
+parallel from its taps. Those features are streamed: computed within the step that uses them and
+never stored, so they need neither disk nor a pass over the data beforehand. State, optimiser,
+saving and the loop are those of the backbone's training.
 """
 
 import hashlib
@@ -15,8 +17,8 @@ import numpy as np
 from jax import Array
 
 from deepinfer_jax.checkpoint.expand import expand_float32
-from deepinfer_jax.checkpoint.inventory import spec_tree
-from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.checkpoint.inventory import spec_leaves, spec_tree
+from deepinfer_jax.config.model import DraftHead, ModelConfig
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.model.draft import draft_params, draft_settings
 from deepinfer_jax.model.params import DraftParams, Params
@@ -26,6 +28,7 @@ from deepinfer_jax.training.data import Packed, packed_token_map
 from deepinfer_jax.training.draft_forward import target_rows
 from deepinfer_jax.training.draft_loss import draft_loss, draw_blocks
 from deepinfer_jax.training.forward import training_config
+from deepinfer_jax.training.init import init_leaf
 from deepinfer_jax.training.loop import Step
 from deepinfer_jax.training.losses import balanced_bias
 from deepinfer_jax.training.quantise import straight_through
@@ -34,20 +37,55 @@ from deepinfer_jax.training.state import (
     OptimiserSettings,
     TrainState,
     descend,
-    initial_state,
 )
 
 
-def draft_state(params: AnyParams, config: ModelConfig, settings: OptimiserSettings) -> TrainState:
-    """Returns the state before the first step, from the draft stages of a loaded model.
+def with_draft_settings(
+    config: ModelConfig, *, head: DraftHead | None = None, block: int | None = None
+) -> ModelConfig:
+    """Returns a model's config with another head or block size of its draft stages.
 
     Raises:
-        ConfigError: Not a V4.1 model.
+        ConfigError: Not a V4.1 model, or a block without positions.
         InputError: The model has no draft stages.
     """
     training_config(config)
-    draft_settings(config)
-    return initial_state(expand_float32(draft_params(params)), settings)
+    settings = draft_settings(config)
+    size = settings.dspark_block_size if block is None else block
+    if size < 1:
+        raise ConfigError(f"a block of drafts has at least one position, got {size}")
+    settings = replace(settings, dspark_head=head or settings.dspark_head, dspark_block_size=size)
+    return replace(config, draft=settings)
+
+
+def initial_draft(
+    params: AnyParams, target: ModelConfig, config: ModelConfig, *, seed: int, fresh: bool = False
+) -> DraftParams:
+    """Returns the float32 stages that training begins with.
+
+    Leaves that the target has too, by names and shape, are taken from it; the others, which belong
+    to a head that it does not have, are drawn at random.
+
+    Args:
+        params: Parameters of the target.
+        target: Its config.
+        config: The same with the draft settings that are trained (`with_draft_settings`).
+        seed: Of what is drawn.
+        fresh: Draw everything.
+
+    Raises:
+        InputError: The model has no draft stages.
+    """
+    stages = draft_params(params)
+    kept: dict[ParamSpec, Array] = {}
+    if not fresh:
+        leaves = jax.tree.leaves(expand_float32(stages))
+        kept = dict(zip(spec_leaves(spec_tree(target).draft), leaves, strict=True))
+    return jax.tree.map(
+        lambda spec: kept[spec] if spec in kept else init_leaf(config, seed, spec),
+        spec_tree(config).draft,
+        is_leaf=lambda leaf: isinstance(leaf, ParamSpec),
+    )
 
 
 def quantised_draft(draft: DraftParams, config: ModelConfig) -> DraftParams:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model import mhc, moe
+from deepinfer_jax.model import draft_heads, mhc, moe
 from deepinfer_jax.model.attention import core, projections
 from deepinfer_jax.model.attention.window import window_ranks
 from deepinfer_jax.model.draft import draft_moe, draft_settings, main_features, stage_rope
@@ -157,17 +157,24 @@ def block_logits(
     config: ModelConfig,
     head: Float[Array, "v d"],
     draft: DraftParams,
-    hidden: Float[Array, "r d"],
-    previous: Int[Array, " r"],
+    hidden: Float[Array, "a k d"],
+    previous: Int[Array, "a k"],
 ) -> tuple[Float[Array, "r v"], Float[Array, " r"]]:
-    """Returns (logits after the Markov head, confidence logits) of block rows.
+    """Returns (logits after the head, confidence logits) of the r = a * k rows of whole blocks.
 
     Teacher-forced: `previous` is the true token before the one that a row predicts, where
-    `model.draft.propose` takes the draft before it.
+    `model.draft_heads.propose` takes the draft before it.
     """
-    ops = training_ops(config)
-    normed = ops.norm(hidden, draft.norm, config.rms_norm_eps)
-    embedded = draft.markov_embed[previous].astype(jnp.float32)
-    logits = ops.contract(normed, head) + ops.contract(embedded, draft.markov_head)
-    joined = jnp.concatenate([hidden, embedded], axis=1)
-    return logits, ops.contract(joined, draft.confidence)[:, 0]
+    ops, settings = training_ops(config), draft_settings(config)
+    rows = hidden.reshape(-1, hidden.shape[2])
+    base = ops.contract(ops.norm(rows, draft.norm, config.rms_norm_eps), head)
+    embedded = draft_heads.embed_previous(settings, draft, previous.reshape(-1))
+
+    def position(memory: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
+        return draft_heads.head_output(ops, settings, draft, memory, *row)
+
+    by_place = (embedded.reshape(*previous.shape, -1).swapaxes(0, 1), hidden.swapaxes(0, 1))
+    _, outputs = lax.scan(position, draft_heads.empty_memory(settings, previous.shape[0]), by_place)
+    output = outputs.swapaxes(0, 1).reshape(embedded.shape)
+    logits = draft_heads.head_scores(ops, settings, draft, base, output)
+    return logits, draft_heads.confidence_logits(ops, draft, rows, embedded)

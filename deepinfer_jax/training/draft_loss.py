@@ -155,9 +155,7 @@ def _block_sums(
     """Returns the weighted sums of some blocks."""
     ops = training_ops(config)
     width = hidden.shape[2]
-    logits, confidence = block_logits(
-        config, head, draft, hidden.reshape(-1, width), previous.reshape(-1)
-    )
+    logits, confidence = block_logits(config, head, draft, hidden, previous)
     target_logits = lax.stop_gradient(ops.contract(target_hidden.reshape(-1, width), head))
     log_q = jax.nn.log_softmax(logits)
     l1 = jnp.abs(jnp.exp(log_q) - jax.nn.softmax(target_logits)).sum(axis=1)

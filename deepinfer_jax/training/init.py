@@ -6,14 +6,18 @@ leaves are drawn, nor of which other tensors exist.
 
 import hashlib
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import spec_tree
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.loading import Model
 from deepinfer_jax.model.engram.vocabulary import TokenMap
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.spec import ParamSpec
@@ -42,7 +46,7 @@ def init_params(config: ModelConfig, seed: int, token_map: TokenMap | None = Non
     if config.engram is not None and token_map is None:
         raise ConfigError("a model with Engram layers needs a token map: build it from a tokenizer")
     tree = jax.tree.map(
-        lambda spec: jnp.asarray(_leaf(config, seed, spec)),
+        lambda spec: init_leaf(config, seed, spec),
         spec_tree(config),
         is_leaf=lambda leaf: isinstance(leaf, ParamSpec),
     )
@@ -51,9 +55,24 @@ def init_params(config: ModelConfig, seed: int, token_map: TokenMap | None = Non
     return replace(tree, engram=replace(tree.engram, token_map=token_map))
 
 
-def _leaf(config: ModelConfig, seed: int, spec: ParamSpec) -> np.ndarray:
+def stored_params(model: Model) -> Params:
+    """Returns float32 parameters to train further from: the stored values of a V4.1 checkpoint.
+
+    Raises:
+        ConfigError: Another model type, or no draft stages.
+    """
+    if model.config.model_type != "deepseek_v41" or model.config.draft is None:
+        raise ConfigError(
+            "training goes on from a deepseek_v41 checkpoint with draft stages, "
+            f"{model.source} is another: export one with this package"
+        )
+    return cast(Params, expand_float32(model.params))
+
+
+def init_leaf(config: ModelConfig, seed: int, spec: ParamSpec) -> Array:
+    """Returns the float32 values that training begins with for one leaf of the spec tree."""
     values = [_tensor(config, _generator(seed, name), name, spec.shape) for name in spec.names]
-    return np.stack(values).reshape(*spec.stack, *spec.shape).astype(np.float32)
+    return jnp.asarray(np.stack(values).reshape(*spec.stack, *spec.shape).astype(np.float32))
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:
@@ -75,12 +94,26 @@ def _tensor(
     if kind in ("attn_sink", "bias", "bias_vl"):
         return np.zeros(shape)
     noise = draw.standard_normal(shape)
+    if kind == "joint":
+        return _recurrent_joint(noise)
     if kind in ("embed", "head"):
         return noise * (EMBED_STD if kind == "embed" else HEAD_STD)
     deviation = shape[-1] ** -0.5
     if kind in ("wo_b", "w2"):  # what is added to the streams, twice a layer
         deviation *= (2 * config.num_hidden_layers) ** -0.5
     return noise * deviation
+
+
+def _recurrent_joint(noise: np.ndarray) -> np.ndarray:
+    """Returns a recurrent draft head that starts as the Markov head (`draft_heads.head_output`).
+
+    Its output is W1[x], its memory is empty until the candidate has learned something.
+    """
+    rank = noise.shape[0] // 3
+    joint = noise * noise.shape[1] ** -0.5
+    joint[rank:] = 0.0
+    joint[2 * rank :, rank : 2 * rank] = np.eye(rank)
+    return joint
 
 
 def _mix_base(config: ModelConfig, draw: np.random.Generator, name: str) -> np.ndarray:

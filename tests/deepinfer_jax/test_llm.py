@@ -186,9 +186,16 @@ def test_requests_of_different_kinds_share_a_batch(llm):
     assert [o.logprobs is None for o in outputs] == [True, False, True]
 
 
-@pytest.mark.parametrize("field", [{"grammar": "x"}, {"max_draft": 3}, {"verify": "block"}])
-def test_what_is_not_there_yet_raises_and_is_named(llm, field):
-    with pytest.raises(di.InputError, match=f"not supported yet: {next(iter(field))}"):
+@pytest.mark.parametrize(
+    ("field", "rule"),
+    [
+        ({"grammar": "x"}, "not supported yet: grammar"),
+        ({"max_draft": 9}, "max_draft must be at most the 5 drafts"),
+        ({"verify": "block"}, 'at level "batch"'),
+    ],
+)
+def test_what_cannot_be_honoured_raises_and_is_named(llm, field, rule):
+    with pytest.raises(di.InputError, match=rule):
         llm.generate([[5, 6]], replace(GREEDY, **field), progress=False)
 
 

@@ -1,4 +1,7 @@
-"""Engines of tiny_v41 that share few compiled programs, and the oracle: a request run alone."""
+"""Engines of tiny_v41 that share few compiled programs, and the oracle: a request run alone.
+
+The oracle never drafts, so every comparison with it is also one of drafts on with drafts off.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -16,7 +19,7 @@ from tests.golden.network import TINY
 
 #: One program serves every test that keeps these sizes; depth, cache policy and check are free.
 BASE = di.RuntimeConfig(
-    block_tokens=16, max_len=256, max_seqs=4, max_tokens_per_step=64, check=True
+    block_tokens=16, max_len=256, max_seqs=4, max_tokens_per_step=64, drafting=False, check=True
 )
 #: The same with room for one longest sequence and one block more.
 SMALL_BLOCKS = 17
@@ -62,12 +65,21 @@ _ALONE: dict[tuple[Any, ...], RequestOutput] = {}
 def alone(
     ids: Any, params: di.SamplingParams, *, runtime: di.RuntimeConfig = BASE, numerics="float32"
 ) -> RequestOutput:
-    """Returns the result in a fresh engine without a prefix cache, at depth 0; memoised."""
-    runtime = replace(runtime, prefix_cache=False, async_depth=0)
+    """Returns the result in a fresh engine without prefix cache and drafts, at depth 0; memoised."""
+    runtime = replace(runtime, prefix_cache=False, async_depth=0, drafting=False)
+    params = replace(params, max_draft=None)
     key = (tuple(ids), repr(params), repr(runtime), numerics)
     if key not in _ALONE:
         _ALONE[key] = run(make_engine(runtime, numerics=numerics), ids, params)
     return _ALONE[key]
+
+
+def hit_blocks(engine: Engine, ids: Any) -> list[int]:
+    """Returns the blocks that hold a prompt's beginning."""
+    probe = engine.submit(list(ids), GREEDY)
+    engine.abort(probe.request_id)
+    engine.drain()
+    return engine.scheduler.cache.match(probe.sequences[0].root, ids).blocks
 
 
 def lone_children(ids: Any, params: di.SamplingParams, **options: Any) -> list[RequestOutput]:

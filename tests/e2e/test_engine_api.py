@@ -47,6 +47,9 @@ BAD_RUNTIME = (
     ("replay_keep_tokens", 0),
     *(("async_depth", value) for value in (-1, 3, True, 1.0)),
     *(("drafting", value) for value in (1, "yes")),
+    *(("draft_policy", value) for value in (None, "always")),
+    *(("draft_length", value) for value in (-1, 3, True, 2.0)),
+    *(("draft_threshold", value) for value in (-0.1, 1.1, 0.5, 1, float("nan"))),
     ("max_logprobs", -1),
     ("max_stop_ids", 0),
     ("check", 1),
@@ -66,7 +69,10 @@ EDGES = (
     {"checkpoint_bytes": 0},
     {"async_depth": 0},
     {"async_depth": 2},
-    {"drafting": False},
+    {"drafting": True},
+    {"draft_policy": "fixed", "draft_length": 0},
+    {"draft_policy": "threshold", "draft_threshold": 0.0},
+    {"draft_policy": "threshold", "draft_threshold": 1.0},
     {"max_logprobs": 0},
 )
 
@@ -97,7 +103,7 @@ REFUSED = (
     ("bad_words", ("fox",), "fox"),
     ("verify", "block", "verify='block'"),
     ("verify", "rejection", "verify='rejection'"),
-    ("max_draft", 3, "max_draft=3"),
+    ("max_draft", 3, "max_draft must be at most the 0 drafts .* got 3"),
 )
 
 

@@ -14,6 +14,7 @@ from tests.e2e.lab import (
     alone,
     assert_same,
     finish,
+    hit_blocks,
     lone_children,
     make_engine,
     model,
@@ -86,15 +87,11 @@ def _poison(engine, ids: list[int], blocks: list[int]) -> None:
     engine._device._state = replace(state, cache=replace(state.cache, main=main))
 
 
-def _hit_blocks(engine, ids: list[int]) -> list[int]:
-    return engine.scheduler.cache.match(engine._root(""), ids).blocks
-
-
 def test_hit_blocks_are_read_and_others_are_not():
     ids = prompt(161)
     engine = make_engine()
     cold = run(engine, ids, SEEDED)
-    blocks = _hit_blocks(engine, ids)
+    blocks = hit_blocks(engine, ids)
     assert len(blocks) == 10
     others = sorted(set(range(1, 65)) - set(blocks))
     _poison(engine, ids, others)
@@ -108,7 +105,7 @@ def test_hit_blocks_are_read_and_others_are_not():
 def test_the_saved_window_is_read():
     engine, ids = make_engine(), prompt(161)
     cold = run(engine, ids, SEEDED)
-    block = _hit_blocks(engine, ids)[-1]
+    block = hit_blocks(engine, ids)[-1]
     leaves = engine.scheduler.cache.checkpoint(block)
     other = {name: np.asarray(leaf) * np.float32(2) for name, leaf in leaves.items()}
     assert engine.scheduler.cache.attach(block, other)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from tests.e2e.lab import alone, assert_same, make_engine, run, small_cache
+from tests.e2e.lab import alone, assert_same, hit_blocks, make_engine, run, small_cache
 
 pytestmark = pytest.mark.accept(5)
 PARAMS = di.SamplingParams(temperature=1, seed=5, max_tokens=30, ignore_eos=True, logprobs=2)
@@ -43,7 +43,7 @@ def test_preempted_and_repeated_requests_give_the_bits_of_lone_runs(depth):
 def test_hit_bytes_are_read():
     engine, ids = make_engine(small_cache("checkpoint"), numerics="checkpoint"), prompt(161)
     cold = run(engine, ids, PARAMS)
-    blocks = jnp.asarray(engine.scheduler.cache.match(engine._root(""), ids).blocks[:10])
+    blocks = jnp.asarray(hit_blocks(engine, ids)[:10])
     state = engine._device._state
     main = jax.tree.map(lambda leaf: leaf.at[:, blocks].set(0xFF), state.cache.main)
     engine._device._state = replace(state, cache=replace(state.cache, main=main))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model import draft
+from deepinfer_jax.model import draft, draft_heads
 from deepinfer_jax.model.attention.window import read_window
 from deepinfer_jax.model.registry import single_sequence
 from tests.golden import compare
@@ -28,10 +28,10 @@ from tests.golden.network import (
 WINDOW = 8
 
 
-def one_stage(mode: str, **changes: int) -> ModelConfig:
+def one_stage(mode: str) -> ModelConfig:
     """Returns tiny_v41 with a single draft stage."""
     config = tiny_config(mode)
-    return replace(config, draft=replace(config.draft, num_stages=1, **changes))
+    return replace(config, draft=replace(config.draft, num_stages=1))
 
 
 def check_stage(fixture: Fixture, last: int, numerics: str) -> None:
@@ -63,8 +63,8 @@ def check_stage(fixture: Fixture, last: int, numerics: str) -> None:
         padded[:, positions >= 0] = taps[:, positions[positions >= 0]]
         state = write(state, rows_of(positions), padded)
     layer = config.num_hidden_layers
-    ends = jnp.full((8,), last)
-    context = read_window(config, state, layer, jnp.ones((8,), jnp.int32), ends)
+    ends = jnp.full((1,), last)
+    context = read_window(config, state, layer, jnp.ones((1,), jnp.int32), ends)
     ring = np.zeros((WINDOW, context[0].shape[-1]), np.float32)
     for position in range(max(0, last - WINDOW + 1), last + 1):
         rank = position - max(0, last - WINDOW + 1)
@@ -85,7 +85,8 @@ def check_stage(fixture: Fixture, last: int, numerics: str) -> None:
 
 def check_heads(fixture: Fixture) -> None:
     """Markov embedding (exact) and bias, confidence logit and probability (f32)."""
-    config, prims = one_stage("float32", dspark_block_size=1), ops("float32")
+    config, prims = one_stage("float32"), ops("float32")
+    settings = config.draft
     weights = Weights(fixture, "markov.w", "float32")
     params = draft_params(
         markov_embed=weights.plain("embed.weight"),
@@ -94,15 +95,22 @@ def check_heads(fixture: Fixture) -> None:
     )
     hidden, ids = fixture.value("conf.hidden"), fixture.input("markov.ids").astype(np.int32)
     compare.exact("markov.embed", params.markov_embed[ids], fixture.take("markov.embed"))
-    # Blocks of one position on zero base logits: what comes back is the head's own part.
-    base = jnp.zeros((8, config.vocab_size))
-    run = jax.jit(lambda hidden, anchor: draft.propose(prims, config, params, base, hidden, anchor))
-    rounds = [run(jnp.tile(h, (8, 1)), i) for h, i in zip(hidden, ids, strict=True)]
-    found = {
-        "markov.logit_bias": np.concatenate([r.logits for r in rounds]),
-        "conf.logit": np.concatenate([r.confidence_logit for r in rounds]),
-        "conf.prob": np.concatenate([r.confidence for r in rounds]),
-    }
+
+    @jax.jit
+    def run(hidden, previous):
+        embedded = draft_heads.embed_previous(settings, params, previous)
+        memory = draft_heads.empty_memory(settings, len(previous))
+        _, output = draft_heads.head_output(prims, settings, params, memory, embedded, hidden)
+        base = jnp.zeros((len(previous), config.vocab_size))
+        bias = draft_heads.head_scores(prims, settings, params, base, output)
+        raw = draft_heads.confidence_logits(prims, params, hidden, embedded)
+        return {
+            "markov.logit_bias": bias,
+            "conf.logit": raw,
+            "conf.prob": draft_heads.probability(raw),
+        }
+
+    found = run(hidden, ids)
     for key, got in found.items():
         compare.relative(key, got, fixture.take(key))
 

@@ -18,7 +18,7 @@ from deepinfer_jax.model.attention.window import read_window
 from deepinfer_jax.model.engram import hashing
 from tests.golden import compare
 from tests.golden.ledger import Fixture, Left, Suite
-from tests.golden.network import TILE, ops, rows_of, tiny_config, tiny_params
+from tests.golden.network import ops, tiny_config, tiny_params
 from tests.golden.test_engram import context_of
 from tests.golden.tiny import Run, run_prompt
 
@@ -118,16 +118,14 @@ def check_draft(fixture: Fixture) -> None:
         key = f"dspark.stage{stage}.context_kv_ring"
         close(key, _ring(run, stage, last), fixture.take(key))
 
-    tile = rows_of(np.where(np.arange(TILE) < 5, last + 1 + np.arange(TILE), -1))
-    noise = config.draft.dspark_noise_token_id
-    ids = jnp.where(jnp.arange(TILE) == 0, anchor[0], noise).astype(jnp.int32)
-    position = last + 1 + jnp.arange(TILE, dtype=jnp.int32)
-    tile = tile.replace(ids=ids, position=position)
+    begin = draft.Anchors(*(jnp.asarray([x], jnp.int32) for x in (anchor[0], last, 1)))
+    tile = draft.block_rows(config, begin, jnp.ones((1,), bool))
+    assert tile.valid.tolist() == [True] * 5 + [False] * 3
 
-    def stages(params, state, tile):
-        return draft.run_stages(prims, config, params, state, tile, jnp.full((TILE,), last))
+    def stages(params, state, tile, begin):
+        return draft.run_stages(prims, config, params, state, tile, begin)
 
-    hidden, seen = jax.jit(stages)(params, run.state, tile)
+    hidden, seen = jax.jit(stages)(params, run.state, tile, begin)
     for stage in range(3):
         for name in ("x_out", "pre_out"):
             key = f"dspark.stage{stage}.{name}"

@@ -14,6 +14,7 @@ from deepinfer_jax.training.corpus.template import ASSISTANT, BOS, EOS, full_tex
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_COUNT = re.compile(r"\b([A-Z][a-z]+) has (\d+) ([a-z]+)")
 # Labels of tokens. TEXT: plain text that the model continues (stories).
 PAD, PROMPT, COMPLETION, TEXT = 0, 1, 2, 3
 
@@ -45,16 +46,23 @@ def _raw_labels(item: Item, ids: np.ndarray, prompt_len: int) -> np.ndarray:
 
 
 def _copies(item: Item, text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Marks the tokens that can only be right if the model looks back for a name.
+    """Marks the tokens that can only be right if the model looks back.
 
     Those are the tokens behind the first one of a name that the text has mentioned, with another
-    name nearer. They are few, and the loss hides them unless they weigh more.
+    name nearer, and numbers that say again how many of something somebody has. They are few, and
+    the loss hides them unless they weigh more.
     """
     marked = np.zeros(len(offsets), np.bool_)
     names = [entity for entity in item.entities if entity.isalpha()]
     if not names:
         return marked
     starts = np.array([start for start, _ in offsets])
+    counted: set[tuple[str, str]] = set()
+    for found in _COUNT.finditer(text):
+        what = found[1], found[3].removesuffix("s")
+        if what in counted:  # the token of a number may begin with the space before it
+            marked |= (starts >= found.start(2) - 1) & (starts < found.end(2))
+        counted.add(what)
     seen: set[str] = set()
     nearest = ""
     for found in re.finditer(rf"\b(?:{'|'.join(names)})\b", text):

@@ -51,7 +51,8 @@ MIXTURE: Mapping[str, float] = {
 }
 # Weight of a learned token. Most tokens of a story are free choices; answers are not.
 TOKEN_WEIGHTS: Mapping[str, float] = dict.fromkeys(TASKS, 4.0) | {"story": 1.0, "needle": 8.0}
-# Added for a token that copies a name: 1.6 % of the loss without it, and names get mixed up.
+# Added for a token that copies a name or counts again: without it those are 1.6 % of the loss, and
+# names get mixed up.
 COPY_WEIGHT = 8.0
 
 

@@ -69,7 +69,7 @@ def pack(
         seed: orders the items and the rows.
         pad_id: id of empty places.
         task_weights: weight of completions and plain text by task, 1 if not given; prompts have 0.
-        copy_weight: added to the weight of learned tokens that copy a name (`Rendered.copies`).
+        copy_weight: added to the weight of learned tokens that look back (`Rendered.copies`).
         align: every item starts at a multiple of it (the compression ratio, for instance).
     """
     draw = Draw("pack", seed)

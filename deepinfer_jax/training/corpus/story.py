@@ -146,7 +146,7 @@ def _event(w: _Writer, people: list[str]) -> None:
         elif 0 < number <= MAX_COUNT - 6:
             w.add(draw.pick(("buy", "find")), a=owner, **w.counted(draw.between(1, 6), noun))
         fact = ("count", owner, noun)
-        if draw.chance(0.35) and fact in values:
+        if draw.chance(0.2) and fact in values:
             w.add("has", a=owner, **w.counted(int(values[fact]), noun))
     elif kind < 7:
         here = values.get(("at", person))

@@ -49,6 +49,18 @@ def test_round_trip_gives_the_same_config(name):
     assert hash(config) == hash(config_from_hf(written))
 
 
+@pytest.mark.parametrize("head", ["rnn", "none"])
+def test_draft_head_is_a_key_of_the_file_where_it_is_not_the_released_one(head):
+    config = config_from_hf(tiny())
+    assert config.draft.dspark_head == "markov"
+    assert "dspark_head" not in config_to_hf(config)["text_config"]
+    assert config_from_hf(edited(tiny(), "text_config.dspark_head", "markov")) == config
+    other = replace(config, draft=replace(config.draft, dspark_head=head))
+    written = json.loads(json.dumps(config_to_hf(other)))
+    assert written["text_config"]["dspark_head"] == head
+    assert config_from_hf(written) == other
+
+
 @pytest.mark.parametrize("name", ["tiny_v41", "tiny_v4"])
 def test_fixture_files_are_read(fixtures_dir, name):
     folder = fixtures_dir / name
@@ -211,6 +223,8 @@ REFUSED_V41 = [
     ("text_config.dspark_noise_token_id", 512, "text_config.dspark_noise_token_id"),
     ("text_config.dspark_num_experts_per_tok", 5, "text_config.dspark_num_experts_per_tok"),
     ("text_config.dspark_markov_rank", DELETE, "text_config.dspark_markov_rank"),
+    ("text_config.dspark_head", "gated", "text_config.dspark_head"),
+    ("text_config.dspark_head", None, "text_config.dspark_head"),
     ("vision_config.model_type", "siglip", "vision_config.model_type"),
     ("vision_config.max_wh_ratio", 0, "vision_config.max_wh_ratio"),
     ("quantization_config.quant_method", "awq", "quantization_config.quant_method"),

@@ -1,7 +1,7 @@
 """Model check of the host side: every interleaving of submit, step and abort, and what must hold.
 
-Laws 1, 5 and 7 of engine.md 0 on two slots, three requests of at most 4 tokens and the smallest
-cache; `FakeDevice` catches a row that reads what is not its own.
+Laws 1, 5 and 7 of engine.md 0 on two slots, three requests of at most 4 tokens (6 with drafts) and
+the smallest cache; `FakeDevice` catches a row that reads what is not its own.
 """
 
 from collections import Counter
@@ -9,17 +9,19 @@ from collections import Counter
 import pytest
 
 from deepinfer_jax.sampling.params import SamplingParams
-from tests.deepinfer_jax.engine.fake_device import expected
+from tests.deepinfer_jax.engine.fake_device import END, expected, logprob_of
 from tests.deepinfer_jax.engine.small_engine import small_engines
 
 pytestmark = pytest.mark.accept(5)
 
 #: (prompt, most tokens, n): two share a block, one of them has a sibling; the third must grow.
 REQUESTS = (((3, 4, 5), 1, 1), ((3, 4, 6), 1, 2), ((6,), 3, 1))
-#: These two grow at the same time.
-GROWING = (((3, 4), 2, 1), ((5, 6), 2, 1))
+#: The same for rounds of several tokens.
+LONGER = (((3, 4, 5), 3, 1), ((3, 4, 6), 3, 2), ((21,), 5, 1))
+DRAFTS = 3
 MOST_STEPS = 60
-STOP = 40
+#: 13 is among the drafts that are accepted in LONGER.
+STOPS = (40, 13)
 
 
 class Case:
@@ -40,7 +42,9 @@ class Case:
         """Does one action and checks conservation."""
         if word == "submit":
             prompt, most, n = self.kinds[len(self.requests)]
-            params = SamplingParams(temperature=0, max_tokens=most, n=n, stop_token_ids=(STOP,))
+            params = SamplingParams(
+                temperature=0, max_tokens=most, n=n, stop_token_ids=STOPS, logprobs=0
+            )
             self.requests.append(self.engine.submit(prompt, params))
         elif word == "step":
             self.ended += [r.request_id for r in self.engine.step()]
@@ -59,9 +63,10 @@ class Case:
             assert steps < MOST_STEPS, "no progress"
         assert sorted(self.ended) == sorted(r.request_id for r in self.requests)
         for request in self.requests:
-            whole = expected(request.prompt, request.params.max_tokens, (STOP, 1))
+            whole = expected(request.prompt, request.params.max_tokens, (*STOPS, END))
             usual = "length" if len(whole) == request.params.max_tokens else "stop"
             for one in request.output().outputs:
+                assert one.logprobs.tolist() == [logprob_of(token) for token in one.token_ids]
                 if request.request_id in self.aborted and one.finish_reason == "abort":
                     assert one.token_ids == whole[: len(one.token_ids)]
                 else:
@@ -89,6 +94,7 @@ def explore(make, depth: int, kinds=REQUESTS) -> Counter[str]:
         met["preemptions"] += stats.counters.get("preemptions", 0)
         met["evictions"] += stats.cache.evictions
         met["hits"] += stats.cache.hits
+        met += case.engine._device.counts
     return met
 
 
@@ -100,15 +106,33 @@ def test_every_interleaving_conserves_and_finishes(monkeypatch, async_depth, len
     assert min(met["evictions"], met["hits"]) > 0
 
 
-def test_preemption_is_met_and_recovered_from(monkeypatch):
-    make = small_engines(monkeypatch, slots=2, blocks=3, max_len=4, async_depth=1)
-    met = explore(make, 6, GROWING)
+SCHEDULED = {"draft_policy": "scheduled", "draft_length": None}
+
+
+@pytest.mark.parametrize(("async_depth", "policy"), [(0, {}), (1, {}), (1, SCHEDULED), (2, {})])
+def test_every_interleaving_of_rounds_conserves_and_finishes(monkeypatch, async_depth, policy):
+    options = {"slots": 2, "blocks": 3, "max_len": 6, "drafts": DRAFTS, **policy}
+    met = explore(small_engines(monkeypatch, async_depth=async_depth, **options), 5, LONGER)
+    assert met["words"] > 50
+    assert min(met["evictions"], met["hits"]) > 0
+    assert met["verified"] > met["accepted"] > met["stopped"] > 0
+
+
+@pytest.mark.parametrize(
+    ("drafts", "async_depth", "blocks"), [(0, 1, 3), (DRAFTS, 0, 4), (DRAFTS, 1, 6)]
+)
+def test_preemption_is_met_and_recovered_from(monkeypatch, drafts, async_depth, blocks):
+    most = 2 * (blocks - 2)
+    kinds = [(prompt, most, 1) for prompt in ((4, 5), (3, 7))]
+    options = {"max_len": 2 + most, "drafts": drafts, "async_depth": async_depth}
+    met = explore(small_engines(monkeypatch, slots=2, blocks=blocks, **options), 6, kinds)
     assert met["preemptions"] > 0
 
 
-def test_without_a_prefix_cache_nothing_is_shared(monkeypatch):
-    make = small_engines(monkeypatch, slots=2, blocks=3, max_len=4, prefix_cache=False)
-    met = explore(make, depth=5)
+@pytest.mark.parametrize(("drafts", "kinds"), [(0, REQUESTS), (DRAFTS, LONGER)])
+def test_without_a_prefix_cache_nothing_is_shared(monkeypatch, drafts, kinds):
+    options = {"blocks": 3, "max_len": 6, "drafts": drafts, "prefix_cache": False}
+    met = explore(small_engines(monkeypatch, slots=2, **options), 5, kinds)
     assert (met["hits"], met["evictions"]) == (0, 0)
 
 
@@ -120,3 +144,16 @@ def test_every_long_interleaving_conserves_and_finishes(monkeypatch, async_depth
     met = explore(make, depth=9)
     print(f"depth {async_depth}, {blocks} blocks: {dict(met)}")
     assert met["words"] > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.accept(6)
+@pytest.mark.parametrize("async_depth", [0, 1, 2])
+@pytest.mark.parametrize("blocks", [3, 4, 5])
+def test_every_long_interleaving_of_rounds_conserves_and_finishes(monkeypatch, async_depth, blocks):
+    options = {"slots": 2, "blocks": blocks, "max_len": 6, "drafts": DRAFTS}
+    make = small_engines(monkeypatch, async_depth=async_depth, **options)
+    met = explore(make, 8, LONGER)
+    print(f"depth {async_depth}, {blocks} blocks, {DRAFTS} drafts: {dict(met)}")
+    assert met["words"] > 1000
+    assert met["verified"] > met["accepted"] > met["stopped"] > 0

@@ -11,8 +11,8 @@ from deepinfer_jax.engine.layout import ADMIT_FLOATS, ADMIT_INTS, PlanLayout, bl
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.sampling.params import SamplingParams
 
-LAYOUT = PlanLayout(rows=16, slots=3, deltas=7, stop_ids=4)
-PARTS = ("header", "ids", "position", "slot", "target", "emit", "deltas", "admits")
+LAYOUT = PlanLayout(rows=16, slots=3, deltas=7, stop_ids=4, drafts=5)
+PARTS = ("header", "ids", "position", "slot", "target", "rounds", "ends", "deltas", "admits")
 RULE = HitRule(
     block_tokens=16,
     replay="off",
@@ -62,7 +62,7 @@ def admission(**fields) -> dict[str, int | float | list[int]]:
     sequence.slot, sequence.generation = 2, 9
     sequence.first = sequence.reused = 2
     entry = np.zeros(LAYOUT.admit_width, np.int32)
-    write_admission(entry, sequence, RULE, 1)
+    write_admission(entry, sequence, RULE, 1, LAYOUT.drafts)
     first = len(ADMIT_INTS)
     reals = entry[first : first + len(ADMIT_FLOATS)].view(np.float32)
     return {
@@ -75,9 +75,16 @@ def admission(**fields) -> dict[str, int | float | list[int]]:
 def test_an_admission_says_where_the_sequence_stands():
     found = admission()
     wanted = {"slot": 2, "generation": 9, "length": 2, "first": 2, "produced": 1, "most": 4}
+    wanted |= {"most_drafts": 5, "rule": 0}
     assert {name: found[name] for name in wanted} == wanted
     assert [found[f"before_{i}"] for i in range(3)] == [0, 10, 11]
     assert found["stops"] == [1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("asked", [0, 3, 5])
+def test_an_admission_says_how_to_verify(asked):
+    found = admission(max_draft=asked, verify="block")
+    assert (found["most_drafts"], found["rule"]) == (asked, 2)
 
 
 def test_an_admission_at_the_edges_of_the_parameters():

@@ -59,6 +59,16 @@ def test_tokens_are_those_of_plain_decoding(model, plain):
         assert len(tokens) <= emitted < len(tokens) + SIZE + 1
 
 
+def test_a_block_longer_than_a_tile_can_be_taken_back(model, plain):
+    config, params = model
+    unused = next(token for token in range(64) if all(token not in tokens for tokens in plain))
+    settings = replace(config.draft, dspark_block_size=14)  # the window is 8, a tile as well
+    config = replace(config, eos_token_id=unused, draft=settings)
+    found = greedy_rounds(params, config, PROMPTS[:2], max_tokens=NEW, slots=2)
+    assert [list(tokens) for tokens in found.token_ids] == plain[:2]
+    assert found.accepted.max() < 8
+
+
 def test_first_round_drafts_what_the_full_recomputation_drafts(model, plain):
     config, params = model
     found = greedy_rounds(params, config, PROMPTS[:1], max_tokens=2, slots=2)

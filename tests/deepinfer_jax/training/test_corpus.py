@@ -30,7 +30,7 @@ from deepinfer_jax.training.tokenizer import load
 
 MODES = [(t, False) for t in TASKS] + [(t, True) for t in TASKS if t in THINKING_TASKS]
 # Text of the first 300 items of the train split, seed 0.
-CORPUS_SHA256 = "9590c4e990792949cc3424d26c63974384c7b00609bae2fe9c35f1fdfcab7360"
+CORPUS_SHA256 = "97a318e6e29a3a16fa6176de3e17319e151ceb2a39ed784e917639e2f56c592a"
 PAIR = re.compile(r"(?=(?<!\d)(\d+ [+-] \d+)(?!\d))")
 
 
@@ -164,7 +164,7 @@ def test_names_are_no_other_words_of_the_corpus(by_split):
 def test_needle_fits_its_length(tokens, tokenizer):
     for index in range(4):
         item = make_item("needle", split="test", seed=0, index=index, tokens=tokens)
-        assert 0.85 * tokens <= len(render(item, tokenizer).ids) <= tokens
+        assert 0.8 * tokens <= len(render(item, tokenizer).ids) <= tokens
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax.cli.main import main
-from deepinfer_jax.errors import ConfigError, InputError
+from deepinfer_jax.errors import CheckpointError, ConfigError, InputError
+from deepinfer_jax.model.draft import draft_blocks
 from deepinfer_jax.training import draft as drafts
 from deepinfer_jax.training import loop as loops
 from deepinfer_jax.training.config import nano_config
@@ -22,7 +23,7 @@ from deepinfer_jax.training.export import export_checkpoint
 from deepinfer_jax.training.forward import training_config
 from deepinfer_jax.training.loop import LoopSettings, run_steps
 from deepinfer_jax.training.quantise import quantised_params
-from deepinfer_jax.training.state import OptimiserSettings
+from deepinfer_jax.training.state import OptimiserSettings, initial_state
 from tests.deepinfer_jax.training.tiny_training import SMALL, counting, parameters, random_ids
 
 SIZE, ANCHORS = 3, 4
@@ -32,12 +33,16 @@ SETTINGS = OptimiserSettings(
 IN_CHUNKS = DraftLossSettings(anchors=3, position_scale=2.0, logit_rows=6)
 
 
-def tiny_config():
+HEADS = ("markov", "rnn", "none")
+
+
+def tiny_config(head):
     """Two layers (window; Full of ratio 2) and two draft stages, without Engram."""
     changes = {name: value for name, value in SMALL.items() if not name.startswith("engram_")}
     changes |= {"num_nextn_predict_layers": 2, "dspark_block_size": SIZE}
     changes |= {"dspark_target_layer_ids": [0, 1], "dspark_n_routed_experts": 2}
     changes |= {"dspark_num_experts_per_tok": 1, "dspark_markov_rank": 8}
+    changes |= {"dspark_head": head}
     return training_config(
         nano_config(
             64,
@@ -56,9 +61,9 @@ def tiny_config():
 
 
 @cache
-def model():
+def model(head="markov"):
     """Config and parameters at stored values, noise on what starts as a constant."""
-    config, draw = tiny_config(), np.random.default_rng(1)
+    config, draw = tiny_config(head), np.random.default_rng(1)
     params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jnp.asarray(draw.standard_normal(leaf.shape), jnp.float32),
         parameters(config),
@@ -70,34 +75,65 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def test_bulk_form_equals_one_draft_round():
-    config, params = model()
+@pytest.mark.parametrize("head", HEADS)
+def test_bulk_form_equals_the_drafts_of_inference(head):
+    config, params = model(head)
     ids = random_ids(config, (2, 24))
     # The shortest context, one within the window, one past it, and the last place of a row.
-    blocks = Blocks(
-        row=jnp.asarray([0, 0, 1, 1], jnp.int32), anchor=jnp.asarray([1, 6, 13, 20], jnp.int32)
-    )
+    row, anchor = np.array([0, 0, 1, 1], np.int32), np.array([1, 6, 13, 20], np.int32)
+    blocks = Blocks(row=jnp.asarray(row), anchor=jnp.asarray(anchor))
 
     @jax.jit
     def bulk(params, previous):
         rows = target_rows(params, config, ids)
         hidden, _ = block_hidden(config, params.embed, params.draft, rows.taps, ids, blocks)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return block_logits(config, params.head, params.draft, flat, previous.reshape(-1))
+        return block_logits(config, params.head, params.draft, hidden, previous)
 
-    rounds = [
-        di.draft(params, config, ids[row, : anchor + 1])
-        for row, anchor in zip(blocks.row.tolist(), blocks.anchor.tolist(), strict=True)
-    ]
-    anchors = ids[blocks.row, blocks.anchor]
-    previous = jnp.stack(
-        [jnp.concatenate([a[None], r.token_ids[:-1]]) for a, r in zip(anchors, rounds, strict=True)]
-    )
+    # Every block has a sequence of its own, of which the tokens before the anchor are processed.
+    processed = [(int(ids[r, p]), p, s) for s, r in enumerate(row) for p in range(anchor[s])]
+    token, position, slot = (list(column) for column in zip(*processed, strict=True))
+    serving = replace(config, execution=replace(config.execution, determinism="batch"))
+    state = di.init_state(serving, di.RuntimeConfig(max_seqs=4, max_len=32))
+    plan = di.make_plan(serving, token, position, [s + 1 for s in slot])
+    state, _ = di.prefill(params, serving, state, plan)
+    anchors = np.asarray(ids[row, anchor])
+    drafts_of = jax.jit(partial(draft_blocks, with_logits=True), static_argnums=1)
+    found = drafts_of(params, serving, state, anchors, anchor - 1, np.arange(1, 5), 4)
+
+    previous = jnp.concatenate([anchors[:, None], found.token_ids[:, :-1]], axis=1)
     logits, confidence = bulk(params, previous)
-    wanted = np.stack([r.logits for r in rounds])
-    np.testing.assert_allclose(logits.reshape(wanted.shape), wanted, rtol=1e-4, atol=2e-5)
-    wanted = np.stack([r.confidence_logit for r in rounds])
-    np.testing.assert_allclose(confidence.reshape(wanted.shape), wanted, rtol=1e-4, atol=2e-5)
+    shape = found.logits.shape
+    np.testing.assert_allclose(logits.reshape(shape), found.logits, rtol=1e-4, atol=2e-5)
+    confidence = confidence.reshape(shape[:2])
+    np.testing.assert_allclose(confidence, found.confidence_logit, rtol=1e-4, atol=2e-5)
+
+
+def test_recurrent_head_remembers_the_block_and_every_part_of_it_learns():
+    config, params = model("rnn")
+    draw = np.random.default_rng(2)
+    hidden = jnp.asarray(draw.standard_normal((2, SIZE, config.hidden_size)), jnp.float32)
+    previous = jnp.asarray(draw.integers(0, 64, (2, SIZE)), jnp.int32)
+
+    @jax.jit
+    def pulled(draft, hidden, previous):
+        def loss(draft):
+            logits, _ = block_logits(config, params.head, draft, hidden, previous)
+            picked = jax.nn.log_softmax(logits)[:, 5].sum()
+            return picked, logits.reshape(2, SIZE, -1)
+
+        return jax.value_and_grad(loss, has_aux=True)(draft)
+
+    (_, logits), gradient = pulled(params.draft, hidden, previous)
+    other = previous.at[0, 0].set((previous[0, 0] + 1) % 64)
+    (_, changed), _ = pulled(params.draft, hidden, other)
+    # The anchor matters to every position of its own block.
+    assert (np.abs(logits - changed)[0].max(axis=1) > 1e-4).all()
+    np.testing.assert_array_equal(logits[1], changed[1])
+    for part in jnp.split(gradient.rnn_joint, 3):  # gate, candidate, output
+        for columns in (part[:, :8], part[:, 8:16], part[:, 16:]):  # memory, token, hidden
+            assert bool(jnp.any(columns != 0))
+    assert bool(jnp.any(gradient.markov_embed != 0))
+    assert bool(jnp.any(gradient.markov_head != 0))
 
 
 def test_blocks_lie_inside_their_rows_and_follow_the_weights():
@@ -144,9 +180,9 @@ def test_loss_is_the_one_of_the_specification():
     def pieces(params):
         rows = target_rows(params, config, ids)
         hidden, _ = block_hidden(config, params.embed, params.draft, rows.taps, ids, blocks)
-        flat, previous = hidden.reshape(-1, hidden.shape[-1]), ids[blocks.row[:, None], before]
         target = jnp.einsum("btd,vd->btv", rows.hidden, params.head)
-        return target, *block_logits(config, params.head, params.draft, flat, previous.reshape(-1))
+        previous = ids[blocks.row[:, None], before]
+        return target, *block_logits(config, params.head, params.draft, hidden, previous)
 
     target, logits, raw = (np.asarray(x, np.float64) for x in pieces(params))
     logits, raw = logits.reshape(3, SIZE, -1), raw.reshape(3, SIZE)
@@ -202,7 +238,7 @@ def test_ten_steps_lower_the_loss_and_resume_bit_for_bit(tmp_path):
     run = drafts.compiled_draft_step(params, config, SETTINGS)
 
     def fresh():
-        return drafts.draft_state(params, config, SETTINGS)
+        return initial_state(drafts.initial_draft(params, config, config, seed=0), SETTINGS)
 
     def run_to(state, steps, folder):
         return run_steps(
@@ -223,56 +259,113 @@ def test_ten_steps_lower_the_loss_and_resume_bit_for_bit(tmp_path):
     assert bool(moved.any())
 
 
+def test_stages_begin_as_the_targets_where_it_has_the_tensor():
+    target, params = model()
+    own, rnn = params.draft, drafts.with_draft_settings(target, head="rnn", block=5)
+    start = drafts.initial_draft(params, target, rnn, seed=0)
+    assert bits(start.replace(rnn_joint=None)) == bits(own)
+    assert start.rnn_joint.shape == (3 * 8, 2 * 8 + 64)
+    assert bits(drafts.initial_draft(params, target, rnn, seed=0)) == bits(start)
+    assert bits(drafts.initial_draft(params, target, rnn, seed=1)) != bits(start)
+    # The recurrent head begins as the Markov head it extends.
+    draw = np.random.default_rng(2)
+    hidden = jnp.asarray(draw.standard_normal((2, 5, 64)), jnp.float32)
+    previous = jnp.asarray(draw.integers(0, 64, (2, 5)), jnp.int32)
+    found, wanted = (
+        block_logits(config, params.head, stages, hidden, previous)
+        for config, stages in ((rnn, start), (target, own))
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
+    none = drafts.with_draft_settings(target, head="none")
+    start = drafts.initial_draft(params, target, none, seed=0)
+    assert start.markov_embed is None
+    assert start.confidence.shape == (1, 64)
+    assert bits(start.stages) == bits(own.stages)
+    fresh = drafts.initial_draft(params, target, target, seed=0, fresh=True)
+    assert bits(fresh.stages.wq_a) != bits(own.stages.wq_a)
+    with pytest.raises(ConfigError, match="at least one position"):
+        drafts.with_draft_settings(target, block=0)
+
+
 def test_data_must_be_of_the_target(tmp_path):
     config, params = model()
     ids = np.full((2, 8), 64)
     with pytest.raises(InputError, match="vocabulary"):
         drafts.check_data(Packed(ids, ids, np.arange(64), {}), params, config)
     with pytest.raises(InputError, match="draft stages"):
-        drafts.draft_state(params.replace(draft=None), config, SETTINGS)
+        drafts.initial_draft(params.replace(draft=None), config, config, seed=0)
+    with pytest.raises(InputError, match="draft stages"):
+        drafts.with_draft_settings(replace(config, draft=None), block=2)
     layers = params.layers.replace(gate_bias_vl=params.layers.gate_bias + 1)
     with pytest.raises(ConfigError, match="image"):
         drafts.check_exportable(params.replace(layers=layers))
 
 
-def test_command_writes_a_checkpoint_whose_backbone_is_the_target(tmp_path, capsys):
+@cache
+def target_files(folder):
+    """Writes the tiny target and data of its tokenizer; returns the options that name them."""
     config, params = model()
     layers = params.layers.replace(gate_bias_vl=params.layers.gate_bias)
-    target = export_checkpoint(params.replace(layers=layers), config, tmp_path / "target")
+    export_checkpoint(params.replace(layers=layers), config, folder / "target")
     ids, weights = counting(config, batch=8, length=16)(0)
-    save_packed(tmp_path / "data.npz", Packed(ids, weights, np.arange(64), {}))
-    options = ["--target", str(target), "--data", str(tmp_path / "data.npz")]
-    options += [
-        "--out",
-        str(tmp_path / "out"),
-        "--batch",
-        "2",
-        "--length",
-        "16",
-        "--log-every",
-        "1",
-    ]
+    save_packed(folder / "data.npz", Packed(ids, weights, np.arange(64), {}))
+    options = ["--target", str(folder / "target"), "--data", str(folder / "data.npz")]
+    return [*options, "--batch", "2", "--length", "16", "--log-every", "1"]
 
-    def command(*more):
-        with pytest.raises(SystemExit) as stop:
-            main(["train", "draft", *options, *more])
-        return stop.value.code
 
-    (tmp_path / "out/checkpoint").mkdir(parents=True)
+def command(folder, *more):
+    """Returns the exit status of `train draft`."""
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "draft", *target_files(folder), "--out", str(folder / "out"), *more])
+    return stop.value.code
+
+
+def test_command_writes_a_checkpoint_whose_backbone_is_the_target(tmp_path, capsys):
     stale = tmp_path / "out/checkpoint/dspark_temperatures.json"
+    stale.parent.mkdir(parents=True)
     stale.write_text("{}")
-    assert not command("--steps", "2", "--seconds", "0")
+    assert not command(tmp_path, "--steps", "2", "--seconds", "0")
     assert not stale.exists()
-    assert command("--steps", "2") == 2
+    assert command(tmp_path, "--steps", "2") == 2
     assert "--resume" in capsys.readouterr().err
-    assert command("--steps", "2", "--resume", "--seed", "1") == 2
+    assert command(tmp_path, "--steps", "2", "--resume", "--head", "rnn") == 2
     assert "same options" in capsys.readouterr().err
-    assert not command("--steps", "2", "--resume")
+    assert not command(tmp_path, "--steps", "2", "--resume")
     lines = (tmp_path / "out/log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     before, after = (
-        di.load(folder, numerics="float32").params
-        for folder in (target, tmp_path / "out/checkpoint")
+        di.load(tmp_path / folder, numerics="float32").params
+        for folder in ("target", "out/checkpoint")
     )
     assert bits(after.replace(draft=None)) == bits(before.replace(draft=None))
     assert bits(after.draft) != bits(before.draft)
+    written = json.loads((tmp_path / "out/checkpoint/config.json").read_text())
+    assert written == json.loads((tmp_path / "target/config.json").read_text())
+
+
+@pytest.mark.accept(6)
+@pytest.mark.parametrize(("head", "block"), [("rnn", 4), ("none", 2)])
+def test_command_trains_another_head_and_block_and_writes_its_config(head, block, tmp_path):
+    options = ["--lr", "1e-2", "--warmup", "2", "--head", head, "--block", str(block)]
+    assert not command(tmp_path, "--steps", "12", *options)
+    lines = (tmp_path / "out/log.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < 0.9 * losses[0]
+    folder = tmp_path / "out/checkpoint"
+    loaded = di.load(folder, numerics="float32")
+    settings = loaded.config.draft
+    assert (settings.dspark_head, settings.dspark_block_size) == (head, block)
+    assert (loaded.params.draft.rnn_joint is None) == (head == "none")
+    assert (loaded.params.draft.markov_head is None) == (head == "none")
+    # The head is part of what the tensors are checked against.
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    del written["text_config"]["dspark_head"]
+    path.write_text(json.dumps(written))
+    name = {"rnn": r"mtp\.1\.rnn_head\.joint\.weight", "none": "markov_head"}[head]
+    with pytest.raises(CheckpointError, match=name):
+        di.load(folder)
+    written["text_config"]["dspark_head"] = "gated"
+    path.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match='"markov" or "rnn" or "none", received "gated"'):
+        di.load(folder)

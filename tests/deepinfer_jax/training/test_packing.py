@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepinfer_jax.training.corpus import items, pack, render_batch
+from deepinfer_jax.training.corpus import Item, items, pack, render, render_batch
 from deepinfer_jax.training.corpus.encode import COMPLETION, PROMPT
 from deepinfer_jax.training.tokenizer import load
 
@@ -57,3 +57,18 @@ def test_seed_orders_rows_and_repeats(rendered):
     assert one.ids.shape != other.ids.shape or not np.array_equal(one.ids, other.ids)
     types = [a.dtype for a in (one.ids, one.weights, one.segments, one.positions, one.labels)]
     assert types == [np.int32, np.float32, np.int32, np.int32, np.int8]
+
+
+def test_tokens_that_look_back_weigh_more():
+    tokenizer = load()
+    text = "Mara lives in Oakford. Mabel has 5 coins. Mara has 3 coins. Now Mabel has 12 coins."
+    item = Item(
+        task="story", key="k", prompt="", answer=text, entities=("Mara", "Mabel", "Oakford")
+    )
+    found = render(item, tokenizer)
+    copied = [tokenizer.decode([token]) for token in found.ids[found.copies]]
+    # Names after another name; of the counts only the one that is said again.
+    assert copied == ["ra", "bel", " ", "1", "2"]
+    packed = pack([found], 64, 0, pad_id=0, task_weights={"story": 1.0}, copy_weight=8.0)
+    row = packed.weights[0, : len(found.ids)]
+    np.testing.assert_array_equal(row[1:], np.where(found.copies[1:], 9.0, 1.0))

@@ -1,0 +1,149 @@
+"""How many drafts a step verifies, as far as the host decides it (engine.md 2.8, 3.5, 3.6).
+
+"scheduled" takes the total from survivals that are two rounds old and from what rows cost; the
+device shares it out by the newest ones. Nothing here changes a token of verify="exact".
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.layout import PlanLayout
+from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.speculative.budget import best_total, complete_survival
+from deepinfer_jax.speculative.cost import Corrections, StepCost
+
+#: Steps between two trials of drafting while it does not pay, and how long one is: survivals are
+#: read two rounds late.
+_PAUSE, _TRIAL = 64, 4
+
+
+def assumed_cost(row_step: int, most: int) -> StepCost:
+    """Returns a curve for a device that nobody has measured: time grows with every tile of rows.
+
+    A fixed part as large as two tiles, and drafting for a tile of sequences as dear as one.
+    """
+    rows = np.arange(row_step, most + row_step, row_step)
+    drafts = np.asarray([1, most])
+    return StepCost(
+        rows=rows,
+        contexts=np.asarray([0]),
+        step_seconds=(2.0 + rows / row_step)[:, None],
+        draft_rows=drafts,
+        draft_seconds=np.ceil(drafts / row_step),
+    )
+
+
+@dataclass(slots=True)
+class DraftPolicy:
+    """The policy of `RuntimeConfig.draft_policy`.
+
+    size: drafts of a round, 0 without drafting. most, threshold: words of the plan's header.
+    corrections: what rows cost, None unless scheduled. exact_only: no request can have another
+    rule.
+    """
+
+    size: int
+    most: int
+    threshold: float = 0.0
+    corrections: Corrections | None = None
+    exact_only: bool = True
+    _paused: int = field(default=0, init=False)
+    _had_drafts: bool = field(default=False, init=False)
+
+    def drafts_of(self, sequence: Sequence) -> int:
+        """Returns how many drafts of a sequence a step may verify at most."""
+        if not self.most:
+            return 0
+        asked = sequence.params.max_draft
+        most = self.most if asked is None else min(self.most, asked)
+        return max(0, min(most, sequence.room - sequence.produced - 1))
+
+    def rows(self, sequences: Items[Sequence], spans: Items[int]) -> tuple[int, bool]:
+        """Returns (rows that the rounds of these sequences share, whether drafts are made).
+
+        spans: rows of each round at most.
+        """
+        most = sum(spans)
+        if self.corrections is None:
+            return most, self.most > 0
+        if not sequences:
+            return 0, self._drafts(True)
+        count, had = len(sequences), self._had_drafts
+        drafts = np.asarray(spans) - 1 if had else np.zeros(count, np.int64)
+        survival = np.ones((count, self.size), np.float32)
+        is_known = np.zeros(count, bool)
+        for place, sequence in enumerate(sequences):
+            age = 0 if self.exact_only else _age(sequence)
+            if len(sequence.survivals) > age:
+                survival[place], is_known[place] = sequence.survivals[age], True
+        context = sum(sequence.computed for sequence in sequences) / count
+        corrections = self.corrections
+        budget = best_total(
+            complete_survival(survival, is_known, drafts),
+            lambda rows: corrections.seconds(rows, context),
+            capacity=count + int(drafts.sum()),
+            draft_seconds=corrections.drafting_seconds(count),
+        )
+        return budget.total, self._drafts(budget.drafting_pays or not had)
+
+    def _drafts(self, pays: bool) -> bool:
+        """Returns whether this step makes drafts: while they pay, and now and then on trial."""
+        if self._paused:
+            self._paused -= 1
+        elif not pays:
+            self._paused = _PAUSE
+        self._had_drafts = self._paused < _TRIAL
+        return self._had_drafts
+
+    def observe(self, rows: int, sequences: int, context: float, seconds: float) -> None:
+        """Notes how long a step of a busy device took."""
+        if self.corrections is not None:
+            drafting = self.corrections.drafting_seconds(sequences) if self._had_drafts else 0.0
+            self.corrections.observe(rows, context, max(seconds - drafting, 0.0))
+
+
+def _age(sequence: Sequence) -> int:
+    """Returns the place of the newest survivals whose drafts an earlier plan has verified.
+
+    A total that knew the confidences of the very drafts it lets be verified would bias the rules
+    other than "exact" (engine.md 3.5). The plan that is being made is counted already.
+    """
+    is_newest_used = sequence.planned - 1 > sequence.produced
+    return 0 if is_newest_used else 1
+
+
+def draft_policy(
+    runtime: RuntimeConfig, size: int, config: ModelConfig, layouts: Items[PlanLayout]
+) -> DraftPolicy:
+    """Returns the policy for drafts of `size` tokens in plans of these layouts.
+
+    Raises:
+        ConfigError: `draft_length` or `draft_threshold` cannot be honoured.
+    """
+    if runtime.draft_length is not None and runtime.draft_length > size:
+        raise ConfigError(
+            f"RuntimeConfig.draft_length must be at most the {size} drafts of a round here, got "
+            f"{runtime.draft_length}"
+        )
+    if runtime.draft_threshold is not None and not size:
+        raise ConfigError("RuntimeConfig.draft_threshold needs drafts, and this engine makes none")
+    if not size:
+        return DraftPolicy(size=0, most=0)
+    if runtime.draft_policy == "fixed":
+        assert runtime.draft_length is not None
+        return DraftPolicy(size=size, most=runtime.draft_length)
+    if runtime.draft_policy == "threshold":
+        assert runtime.draft_threshold is not None
+        return DraftPolicy(size=size, most=size, threshold=runtime.draft_threshold)
+    execution = config.execution
+    return DraftPolicy(
+        size=size,
+        most=size,
+        corrections=Corrections(assumed_cost(execution.row_tile, layouts[-1].rows)),
+        exact_only=execution.determinism == "batch",
+    )

@@ -1,0 +1,136 @@
+"""New drafts of every sequence that goes on, made at the end of its step (engine.md 3.1-3.3).
+
+Drafts are drawn with the request's own temperature and truncation, without its logit edits: those
+only say which drafts are accepted. With verify="exact" they are drawn with the target's noise.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
+from deepinfer_jax.engine.choose import Emitted
+from deepinfer_jax.engine.layout import MAKE_DRAFTS, NO_DRAFTS, PlanParts, header_word
+from deepinfer_jax.engine.rows import Emitters
+from deepinfer_jax.engine.slots import RUNNING, DraftState, EngineState
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.loading import Model
+from deepinfer_jax.model.draft import draft_blocks
+from deepinfer_jax.model.draft_heads import DraftOutput
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.state import CacheState
+from deepinfer_jax.sampling.truncate import is_greedy, logprobs_tile
+from deepinfer_jax.speculative.confidence import calibrated_confidence
+from deepinfer_jax.speculative.verify import draft_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """size: drafts of a round. temperatures: of their confidences (engine.md 3.4)."""
+
+    size: int
+    temperatures: tuple[float, ...]
+
+
+def plan_drafting(model: Model, runtime: RuntimeConfig) -> Drafting | None:
+    """Returns how an engine drafts, None if it does not.
+
+    Raises:
+        ConfigError: `RuntimeConfig.drafting` is True for a model without draft stages, or their
+            blocks are longer than what a cache can take back.
+    """
+    settings = model.config.draft
+    has_stages = settings is not None and getattr(model.params, "draft", None) is not None
+    if runtime.drafting and not has_stages:
+        raise ConfigError(
+            "RuntimeConfig.drafting=True needs draft stages, and this model has none: leave it at "
+            'None, or train some with "deepinfer-jax train draft"'
+        )
+    if settings is None or not has_stages or runtime.drafting is False:
+        return None
+    size = settings.dspark_block_size
+    if size >= ROLLBACK:
+        raise ConfigError(
+            f"a cache takes back at most {ROLLBACK - 1} drafts, the draft stages propose {size}: "
+            "set RuntimeConfig.drafting=False"
+        )
+    temperatures = model.draft_temperatures or (1.0,) * size
+    return Drafting(size=size, temperatures=temperatures)
+
+
+def make_drafts(
+    params: Params,
+    config: ModelConfig,
+    state: EngineState,
+    parts: PlanParts,
+    emitters: Emitters,
+    emitted: Emitted,
+    drafting: Drafting,
+) -> EngineState:
+    """Returns the state with new drafts of the emitters that go on, if the plan wants drafts."""
+    slots, slot = state.slots, emitters.slot
+    assert slots.drafting is not None
+    assert isinstance(state.cache, CacheState)
+    cache = state.cache
+    count = header_word(parts, "rounds") + header_word(parts, "ends")
+    length, rules = cache.length[slot], slots.rules.take(slot)
+    image, rule = config.image_token_id, slots.drafting.rule[slot]
+    keeps_q = slots.drafting.log_q is not None
+
+    def choose(
+        sequence: Int[Array, " t"], place: Int[Array, ""], scores: Float[Array, "t v"]
+    ) -> tuple[Array, Array | None]:
+        if image is not None:
+            scores = jnp.where(jnp.arange(scores.shape[1]) == image, -jnp.inf, scores)
+        own = rules.take(sequence)
+        log_q = logprobs_tile(scores, own)
+        anchor = length[sequence]
+        token = lax.cond(
+            jnp.all(is_greedy(own.temperature)),
+            lambda: jnp.argmax(log_q, axis=-1).astype(jnp.int32),
+            lambda: draft_tokens(log_q, rule[sequence], own.key, anchor, anchor + 1 + place),
+        )
+        return token, log_q if keeps_q else None
+
+    def draft() -> DraftOutput:
+        return draft_blocks(
+            params, config, cache, slots.last[slot], length - 1, slot, count, choose
+        )
+
+    def nothing() -> DraftOutput:
+        old = slots.drafting
+        assert old is not None
+        return DraftOutput(
+            token_ids=old.token[slot],
+            confidence=old.confidence[slot],
+            confidence_logit=old.confidence[slot],
+            log_q=None if old.log_q is None else old.log_q[slot],
+        )
+
+    wanted = header_word(parts, "drafting")
+    found = lax.cond(wanted == MAKE_DRAFTS, draft, nothing)
+    is_made = emitters.is_live & (emitted.code == RUNNING)
+    where = jnp.where(is_made, slot, slots.last.shape[0])
+    temperatures = jnp.asarray(drafting.temperatures, np.float32)
+    confidence = jnp.where(
+        wanted == MAKE_DRAFTS,
+        calibrated_confidence(found.confidence_logit, temperatures),
+        found.confidence,
+    )
+
+    def put(leaf: Array, value: Array) -> Array:
+        return leaf.at[where].set(value, mode="drop")
+
+    made = DraftState(
+        token=put(slots.drafting.token, found.token_ids),
+        confidence=put(slots.drafting.confidence, confidence),
+        is_made=put(slots.drafting.is_made, jnp.broadcast_to(wanted != NO_DRAFTS, where.shape)),
+        most=slots.drafting.most,
+        rule=slots.drafting.rule,
+        log_q=None if slots.drafting.log_q is None else put(slots.drafting.log_q, found.log_q),
+    )
+    return replace(state, slots=replace(slots, drafting=made))
