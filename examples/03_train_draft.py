@@ -31,7 +31,7 @@ def main() -> None:
     packed = pack_corpus(folder, items=64, length=LENGTH, seed=0)
     drafts.check_data(packed, target.params, config)
     loss = DraftLossSettings(anchors=8)
-    settings = OptimiserSettings(steps=STEPS, warmup_steps=1, loss=loss)
+    settings = OptimiserSettings(steps=STEPS, peak_rate=2e-4, warmup_steps=1, loss=loss)
     stages = drafts.initial_draft(target.params, target.config, config, seed=0)
     state = run_steps(
         initial_state(stages, settings),

@@ -17,9 +17,8 @@ from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.speculative.budget import best_total, complete_survival
 from deepinfer_jax.speculative.cost import Corrections, StepCost
 
-#: Steps between two trials of drafting while it does not pay, and how long one is: survivals are
-#: read two rounds late.
-_PAUSE, _TRIAL = 64, 4
+#: Steps without drafts after they did not pay: at first, and at most when they do not again.
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 
 
 def assumed_cost(row_step: int, most: int) -> StepCost:
@@ -53,7 +52,8 @@ class DraftPolicy:
     corrections: Corrections | None = None
     exact_only: bool = True
     _paused: int = field(default=0, init=False)
-    _had_drafts: bool = field(default=False, init=False)
+    _next_pause: int = field(default=_FIRST_PAUSE, init=False)
+    _has_drafts: bool = field(default=False, init=False)
 
     def drafts_of(self, sequence: Sequence) -> int:
         """Returns how many drafts of a sequence a step may verify at most."""
@@ -72,9 +72,9 @@ class DraftPolicy:
         if self.corrections is None:
             return most, self.most > 0
         if not sequences:
-            return 0, self._drafts(True)
-        count, had = len(sequences), self._had_drafts
-        drafts = np.asarray(spans) - 1 if had else np.zeros(count, np.int64)
+            return 0, self._makes_drafts()
+        count = len(sequences)
+        drafts = np.asarray(spans) - 1 if self._has_drafts else np.zeros(count, np.int64)
         survival = np.ones((count, self.size), np.float32)
         is_known = np.zeros(count, bool)
         for place, sequence in enumerate(sequences):
@@ -89,21 +89,30 @@ class DraftPolicy:
             capacity=count + int(drafts.sum()),
             draft_seconds=corrections.drafting_seconds(count),
         )
-        return budget.total, self._drafts(budget.drafting_pays or not had)
+        if self._has_drafts:
+            self._judge(budget.drafting_pays, bool(is_known.all()))
+        return budget.total, self._makes_drafts()
 
-    def _drafts(self, pays: bool) -> bool:
-        """Returns whether this step makes drafts: while they pay, and now and then on trial."""
-        if self._paused:
-            self._paused -= 1
-        elif not pays:
-            self._paused = _PAUSE
-        self._had_drafts = self._paused < _TRIAL
-        return self._had_drafts
+    def _judge(self, pays: bool, is_sure: bool) -> None:
+        """Begins a pause if drafts do not pay; what is not known yet counts as paying."""
+        if not pays:
+            self._paused = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+        elif is_sure:
+            self._next_pause = _FIRST_PAUSE
 
-    def observe(self, rows: int, sequences: int, context: float, seconds: float) -> None:
+    def _makes_drafts(self) -> bool:
+        """Returns whether this step makes drafts; called once a step."""
+        self._has_drafts = not self._paused
+        self._paused = max(0, self._paused - 1)
+        return self._has_drafts
+
+    def observe(
+        self, rows: int, sequences: int, context: float, seconds: float, *, made_drafts: bool
+    ) -> None:
         """Notes how long a step of a busy device took."""
         if self.corrections is not None:
-            drafting = self.corrections.drafting_seconds(sequences) if self._had_drafts else 0.0
+            drafting = self.corrections.drafting_seconds(sequences) if made_drafts else 0.0
             self.corrections.observe(rows, context, max(seconds - drafting, 0.0))
 
 

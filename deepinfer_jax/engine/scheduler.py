@@ -336,7 +336,8 @@ class Scheduler:
                 continue  # ended or preempted since
             sequence.append(found.kept)
             sequence.planned += len(found.kept) - 1
-            sequence.survivals = (found.survival, *sequence.survivals[:1])
+            before = sequence.survivals[:1]
+            sequence.survivals = (found.survival, *before) if plan.makes_drafts else ()
             if place < rounds:
                 sequence.computed -= plan.spans[place] - len(found.tokens)
                 sequence.written += len(found.tokens)
@@ -356,7 +357,8 @@ class Scheduler:
         if rounds:
             rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
             context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
-            self.policy.observe(rows, rounds, context, seconds)
+            made = plan.makes_drafts
+            self.policy.observe(rows, rounds, context, seconds, made_drafts=made)
 
     def _publish(self, sequence: Sequence) -> None:
         """Shares the blocks of a sequence that are full by now."""

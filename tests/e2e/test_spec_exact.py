@@ -187,7 +187,7 @@ def test_replay(mode):
 
 # -- random traces --------------------------------------------------------------------------------
 
-FAST, FULL, GROUP = 5, 200, 20
+FAST, FULL, GROUP = 3, 200, 20
 EVENTS = ("aborts", "forks", "preemptions", "evictions", "hits", "accepted", "rejected")
 POLICIES = (
     *({"draft_length": length} for length in (1, 2, 3, 5, 5)),
