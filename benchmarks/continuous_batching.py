@@ -1,10 +1,11 @@
 """Continuous against static batches, and one request in a wide engine (acceptance C6, CPU).
 
 `python benchmarks/continuous_batching.py [--model nano] [--requests 256] [--slots 64]` prints JSON
-lines. All schedules produce the same tokens, which is checked. "static": batches of fixed shape,
-as a plain generate loop runs them: every sequence has a row in every step until the last one of its
-batch has ended. "waves": the same batches in the engine, which drops the rows of ended sequences.
-Output lengths are Zipf distributed between 8 and 256, from the seed in this file.
+lines. Nothing is drafted, so that a step gives one token. All schedules produce the same tokens,
+which is checked. "static": batches of fixed shape, as a plain generate loop runs them: every
+sequence has a row in every step until the last one of its batch has ended. "waves": the same
+batches in the engine, which drops the rows of ended sequences. Output lengths are Zipf distributed
+between 8 and 256, from the seed in this file.
 """
 
 import argparse
@@ -113,7 +114,8 @@ def run(
     work: list[Job],
 ) -> tuple[list[tuple[int, ...]], dict[str, float]]:
     """Returns tokens and figures of one schedule in a fresh engine without a prefix cache."""
-    engine = Engine(model, di.RuntimeConfig(max_seqs=slots, max_len=512, prefix_cache=False))
+    runtime = di.RuntimeConfig(max_seqs=slots, max_len=512, prefix_cache=False, drafting=False)
+    engine = Engine(model, runtime)
     engine.warm_up()
     begin = time.perf_counter()
     requests = schedule(engine, work)
@@ -134,7 +136,8 @@ def lone_latency(model: Model, slots: tuple[int, ...], rounds: int = 5) -> list[
 
     The engines take turns, so that a busy machine slows all of them; the median of all steps.
     """
-    engines = [Engine(model, di.RuntimeConfig(max_seqs=n, max_len=512)) for n in slots]
+    runtimes = [di.RuntimeConfig(max_seqs=n, max_len=512, drafting=False) for n in slots]
+    engines = [Engine(model, runtime) for runtime in runtimes]
     times: list[list[float]] = [[] for _ in slots]
     params = di.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for engine in engines:

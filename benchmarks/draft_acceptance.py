@@ -25,7 +25,7 @@ from deepinfer_jax.training.draft_calibration import (
     MAX_TOKENS,
     CorpusRounds,
     corpus_rounds,
-    fit_on_corpus,
+    fit_on_rounds,
 )
 
 
@@ -82,7 +82,10 @@ def main() -> None:
     compared = check_tokens(model, found, chosen.checked)
     fitted = read_temperatures(resolve_folder(chosen.checkpoint), model.params, model.config)
     source = "file" if fitted else "validation split"
-    fitted = fitted or fit_on_corpus(model, scale=chosen.scale)
+    if fitted is None:
+        fitted = fit_on_rounds(
+            model, corpus_rounds(model, split="validation", seed=0, scale=chosen.scale)
+        )
     temperature = np.asarray(fitted.values)
     lengths = []
     for number, task in enumerate(TASKS):

@@ -28,13 +28,14 @@ PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def make_engine(model: Model, rows: int, depth: int) -> Engine:
-    """Returns a warmed-up engine without a prefix cache."""
+    """Returns a warmed-up engine without a prefix cache and without drafts."""
     runtime = RuntimeConfig(
         block_tokens=16,
         max_len=256,
         max_seqs=8,
         max_tokens_per_step=rows,
         prefix_cache=False,
+        drafting=False,
         async_depth=depth,
     )
     engine = Engine(model, runtime)

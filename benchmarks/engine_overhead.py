@@ -1,16 +1,19 @@
 """Host time of the engine per decode step (acceptance C5): plan, dispatch, commit.
 
-`python benchmarks/engine_overhead.py [--requests 64 256] [--steps 200]` prints one JSON line a
-point. Host times are CPU seconds of the loop's own thread while the CPU "device" is idle, which is
-the case on a GPU; the time spent waiting for the device is left out. "planner" is the planning of a
-step alone, one plan after the other. First the tokens are compared with lone runs.
+`python benchmarks/engine_overhead.py [--requests 64 256] [--steps 200] [--drafts off fixed
+scheduled]` prints one JSON line a point; "off" does not draft, the others are draft policies. Host
+times are CPU seconds of the loop's own thread while the CPU "device" is idle, which is the case on
+a GPU; the time spent waiting for the device is left out. "planner" is the planning of a step alone,
+one plan after the other. First the tokens are compared with lone runs.
 """
 
 import argparse
 import json
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +21,13 @@ import numpy as np
 import deepinfer_jax as di
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.loading import Model, load
+
+#: Options of `RuntimeConfig` by the name of a point.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "off": {"drafting": False},
+    "fixed": {"drafting": True, "draft_policy": "fixed", "draft_length": 5},
+    "scheduled": {"drafting": True},
+}
 
 
 def prompts(count: int, vocab: int) -> list[list[int]]:
@@ -39,14 +49,20 @@ def check(model: Model, runtime: di.RuntimeConfig) -> None:
         assert alone.output().token_ids == request.output().token_ids, ids
 
 
-def measure(model: Model, requests: int, steps: int, text: bool) -> dict[str, object]:
+def measure(
+    model: Model, requests: int, steps: int, *, text: bool, drafts: str
+) -> dict[str, object]:
     """Returns medians over decode steps in which every request has a row."""
-    runtime = di.RuntimeConfig(max_seqs=requests, max_len=steps + 64, max_tokens_per_step=2048)
-    check(model, di.RuntimeConfig(max_seqs=8, max_len=64, max_tokens_per_step=64))
+    options = DRAFTS[drafts]
+    longest = steps if drafts == "off" else 6 * steps  # whatever is accepted, all go on
+    runtime = di.RuntimeConfig(
+        max_seqs=requests, max_len=longest + 64, max_tokens_per_step=2048, **options
+    )
+    check(model, di.RuntimeConfig(max_seqs=8, max_len=64, max_tokens_per_step=64, **options))
     engine = Engine(model, runtime)
     engine.warm_up()
     engine.trace.clock = time.thread_time
-    params = di.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=text)
+    params = di.SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=text)
     for ids in prompts(requests, model.config.vocab_size):
         engine.submit(ids, params)
     engine.step()
@@ -69,16 +85,19 @@ def measure(model: Model, requests: int, steps: int, text: bool) -> dict[str, ob
         "device": jax.devices()[0].device_kind,
         "requests": requests,
         "text": text,
+        "drafts": drafts,
         "host_us": round(sum(parts.values()), 1),
         **{f"{name}_us": round(value, 1) for name, value in parts.items()},
         "step_ms": round(wall * 1e3, 3),
     }
 
 
-def planner_us(model: Model, requests: int) -> float:
+def planner_us(model: Model, requests: int, drafts: str) -> float:
     """Returns the median microseconds of planning a decode step, one plan after the other."""
-    engine = Engine(model, di.RuntimeConfig(max_seqs=requests, max_len=256))
-    params = di.SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    longest = 200 if drafts == "off" else 700
+    runtime = di.RuntimeConfig(max_seqs=requests, max_len=longest + 56, **DRAFTS[drafts])
+    engine = Engine(model, runtime)
+    params = di.SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
     for ids in prompts(requests, model.config.vocab_size):
         engine.submit(ids, params)
     engine.scheduler.plan()
@@ -95,15 +114,18 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     arguments.add_argument("--steps", type=int, default=200)
+    arguments.add_argument("--drafts", nargs="+", default=["off"], choices=DRAFTS)
     arguments.add_argument("--model", default=None)
     given = arguments.parse_args()
     tiny = Path(__file__).parent.parent / "tests/fixtures/tiny_v41"
     model = load(given.model or tiny, numerics="float32")
-    for requests in given.requests:
-        line = {"benchmark": "planner", "requests": requests}
-        print(json.dumps(line | {"plan_us": round(planner_us(model, requests), 1)}), flush=True)
+    for requests, drafts in product(given.requests, given.drafts):
+        line = {"benchmark": "planner", "requests": requests, "drafts": drafts}
+        us = round(planner_us(model, requests, drafts), 1)
+        print(json.dumps(line | {"plan_us": us}), flush=True)
         for text in (False, True):
-            print(json.dumps(measure(model, requests, given.steps, text)), flush=True)
+            point = measure(model, requests, given.steps, text=text, drafts=drafts)
+            print(json.dumps(point), flush=True)
 
 
 if __name__ == "__main__":

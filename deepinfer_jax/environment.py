@@ -1,10 +1,15 @@
 """Versions, devices, the flags that change numerics, and what each extra lacks."""
 
+import hashlib
 import os
 import platform
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 DISTRIBUTION = "deepinfer-jax"
 PACKAGES = (
@@ -24,6 +29,8 @@ PACKAGES = (
     "rich",
     "typer",
 )
+#: Packages whose code decides bits.
+CODE = ("deepinfer_jax", "pallas_kernels", "sharding", "native_ascend")
 ENVIRONMENT_VARIABLES = (
     "XLA_FLAGS",
     "JAX_PLATFORMS",
@@ -302,3 +309,43 @@ def collect() -> dict[str, object]:
             if flag["contradicts_batch"]
         ],
     }
+
+
+def provenance() -> dict[str, Any]:
+    """Returns where bits come from besides the model, as plain JSON types, for run records.
+
+    Two processes on one machine with the same code and flags give the same. Initialises the JAX
+    backend.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    flags = numerics_flags(os.environ.get("XLA_FLAGS", ""), dict(jax.config.values))
+    return {
+        "code": {"version": _version(DISTRIBUTION), "sha256": code_hash()},
+        "versions": {name: _version(name) for name in ("jax", "jaxlib", "numpy", "ml_dtypes")},
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "cpu": _cpu_model(),
+            "nvidia_driver": _nvidia_driver(),
+        },
+        "environment_variables": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
+        "numerics_flags": {
+            str(flag["name"]): str(flag["value"]) for flag in flags if flag["value"] is not None
+        },
+    }
+
+
+@lru_cache(maxsize=1)
+def code_hash() -> str:
+    """Returns the SHA-256 of the Python files of `CODE`, names included; read once a process."""
+    digest = hashlib.sha256()
+    for package in CODE:
+        spec = find_spec(package)
+        for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
+            for path in sorted(folder.rglob("*.py")):
+                data = path.read_bytes()
+                name = f"{package}/{path.relative_to(folder).as_posix()}"
+                digest.update(f"{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()

@@ -179,6 +179,7 @@ class LLM:
             InputError: the tree differs in structure, shapes or dtypes, or requests are running.
         """
         self.engine.replace_params(params)
+        self.model = self.engine.model
 
     def close(self) -> None:
         """Aborts what runs and frees the engine's memory; the next call makes a new engine."""

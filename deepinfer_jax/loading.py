@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import jax
-
 from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
@@ -19,7 +17,7 @@ from deepinfer_jax.config.model import (
     ModelConfig,
     NumericsMode,
 )
-from deepinfer_jax.environment import numerics_flags
+from deepinfer_jax.determinism import require_level
 from deepinfer_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -90,6 +88,12 @@ def load(
         TokenizerError: The tokenizer does not belong to the config.
     """
     _check_options(numerics, determinism, mesh, kernels, tp_chunks)
+    execution = ExecutionConfig(
+        numerics=cast(NumericsMode, numerics),
+        determinism=cast(DeterminismLevel, determinism),
+        kernels=tuple((k, v) for k, v in _chosen(kernels) if v != "xla"),
+    )
+    require_level(execution)
     folder = resolve_folder(source)
     if seed is not None:
         raise ConfigError(
@@ -117,11 +121,6 @@ def load(
         params = expand_float32(params)
     if token_map is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
-    execution = ExecutionConfig(
-        numerics=cast(NumericsMode, numerics),
-        determinism=cast(DeterminismLevel, determinism),
-        kernels=tuple((k, v) for k, v in _chosen(kernels) if v != "xla"),
-    )
     fitted = read_temperatures(folder, params, config) if config.draft is not None else None
     return Model(
         config=replace(config, execution=execution),
@@ -208,13 +207,6 @@ def _check_options(
                 f'{operation}={name!r} differs in its quantisers only, and numerics="float32" has '
                 'none: use numerics="checkpoint"'
             )
-    if determinism == "batch":
-        if jax.default_backend() != "cpu":
-            raise ConfigError(
-                'determinism="batch" is proven on CPU only so far, this process runs on '
-                f'{jax.default_backend()!r}: ask for determinism="run" or "off"'
-            )
-        _check_flags()
 
 
 def _chosen(kernels: str | Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
@@ -222,18 +214,6 @@ def _chosen(kernels: str | Mapping[str, str] | None) -> tuple[tuple[str, str], .
     if isinstance(kernels, str):
         return (("all", kernels),)
     return tuple(sorted((kernels or {}).items()))
-
-
-def _check_flags() -> None:
-    """Raises ConfigError if a flag contradicts level "batch" (determinism.md 4.4)."""
-    flags = numerics_flags(os.environ.get("XLA_FLAGS", ""), {})
-    conflicts = [flag for flag in flags if flag["contradicts_batch"]]
-    if conflicts:
-        raise ConfigError(
-            'determinism="batch" cannot be held with '
-            + "; ".join(f"{flag['name']}={flag['value']} ({flag['why']})" for flag in conflicts)
-            + '. Remove the flag, or ask for determinism="run" or "off".'
-        )
 
 
 def _float32_bytes(config: ModelConfig) -> int:

@@ -21,12 +21,12 @@ HEAVY = {"orbax", "optax", "tokenizers", "deepseek_recipe", "llguidance", "huggi
 # A module of deepinfer_jax imports only from its own row or a row above (architecture.md 2).
 ORDER = (
     ("errors", "config", "environment"),
-    ("numerics", "backends"),
+    ("numerics", "backends", "determinism"),
     ("checkpoint", "model"),
-    ("cache", "sampling", "grammar", "speculative", "loading"),
+    ("cache", "sampling", "grammar", "speculative", "loading", "record"),
     ("engine",),
     ("chat",),
-    ("llm",),
+    ("llm", "invariance"),
     ("async_llm", "jobs"),
     ("serve", "cli", "training"),
 )

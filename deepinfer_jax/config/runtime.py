@@ -13,6 +13,7 @@ DEFAULT_MAX_LEN = 4096
 ROLLBACK = 6
 DraftPolicyName = Literal["scheduled", "fixed", "threshold"]
 Restore = Literal["checkpoint", "halo", "bounded"]
+RecordMode = Literal["ids", "logits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,10 @@ class RuntimeConfig:
     has none. draft_policy: how many drafts are verified: "scheduled" (what pays, from confidences
     and the measured cost of rows), "fixed" (draft_length of each round) or "threshold" (while the
     chance that all up to here are accepted is at least draft_threshold). max_logprobs: most
-    alternatives a request may ask for. max_stop_ids: of one request, the end token included. check:
-    verify the engine's bookkeeping after every step (slow).
+    alternatives a request may ask for. max_stop_ids: of one request, the end token included.
+    record: what `RequestOutput.record` holds of an output (determinism.md 7): "ids", "logits" for a
+    hash of the logits of every token too, None for no record. check: verify the engine's
+    bookkeeping after every step (slow).
 
     Raises:
         ConfigError: a value outside its range.
@@ -61,6 +64,7 @@ class RuntimeConfig:
     draft_threshold: float | None = None
     max_logprobs: int = 20
     max_stop_ids: int = 16
+    record: RecordMode | None = "ids"
     check: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> "RuntimeConfig":
@@ -132,5 +136,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "max_logprobs": (_integer(0), "an integer >= 0"),
     "max_stop_ids": _POSITIVE,
+    "record": (lambda v: v in ("ids", "logits", None), '"ids", "logits" or None'),
     "check": _FLAG,
 }

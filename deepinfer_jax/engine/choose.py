@@ -24,6 +24,7 @@ from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.model.step import Plan
 from deepinfer_jax.numerics.ops import ops_for
+from deepinfer_jax.record.logit_hash import logit_hash_tile
 from deepinfer_jax.sampling import random
 from deepinfer_jax.sampling.logprobs import TokenLogprobs, pick_tile
 from deepinfer_jax.sampling.rows import RowParams
@@ -49,6 +50,17 @@ class Emitted:
     code: Leaf  # int32 [s]
     status: Leaf  # int32 [s]
     accepted: Leaf  # int32 [s]
+
+
+@struct.dataclass
+class Reported:
+    """What is told of the tokens of e emitting rows, beside the tokens.
+
+    logprobs: zeros unless the plan wants them. hashes: of the raw logits; None unless recorded.
+    """
+
+    logprobs: TokenLogprobs
+    hashes: Leaf  # uint32 [e, 2]
 
 
 @struct.dataclass
@@ -85,11 +97,12 @@ def choose(
     emitters: Emitters,
     hidden: Float[Array, "t d"],
     alternatives: int,
-) -> tuple[SlotState, Emitted, TokenLogprobs]:
-    """Returns (slots after the tokens, what is emitted, log-probabilities by emitting row).
+    hashes: bool,
+) -> tuple[SlotState, Emitted, Reported]:
+    """Returns (slots after the tokens, what is emitted, what is told of it by emitting row).
 
-    Emitting rows are numbered as `Emitters.first` says. Log-probabilities are zeros unless the plan
-    wants them.
+    Emitting rows are numbered as `Emitters.first` says. hashes: of the logits, or nothing of them
+    is in the program.
     """
     width = 1 if slots.drafting is None else slots.drafting.token.shape[1] + 1
     most = emitters.slot.shape[0] * width
@@ -100,8 +113,8 @@ def choose(
     never = None if image is None else jnp.arange(config.vocab_size) == image
     ops = ops_for(config.execution)
 
-    def each_tile(judge: Callable[..., _Chosen], tiles: Array) -> tuple[_Chosen, TokenLogprobs]:
-        """Returns what `judge` finds for all emitting rows, and the records of its tokens."""
+    def each_tile(judge: Callable[..., _Chosen], tiles: Array) -> tuple[_Chosen, Reported]:
+        """Returns what `judge` finds for all emitting rows, and what is told of its tokens."""
 
         def tile(index: Int[Array, ""] | int, found: tuple) -> tuple:
             start = index * TILE
@@ -117,21 +130,22 @@ def choose(
                 lambda: token_record(logits, log_p, processed, chosen.token, alternatives),
                 lambda: no_record(TILE, alternatives),
             )
+            told = Reported(logprobs=record, hashes=logit_hash_tile(logits) if hashes else None)
             return jax.tree.map(
-                lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0),
-                found,
-                (chosen, record),
+                lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0), found, (chosen, told)
             )
 
-        begin = (_nothing(size), no_record(size, alternatives))
+        no_hashes = jnp.zeros((size, 2), jnp.uint32) if hashes else None
+        nothing = Reported(logprobs=no_record(size, alternatives), hashes=no_hashes)
+        begin = (_nothing(size), nothing)
         return lax.fori_loop(0, tiles, tile, begin)
 
     tiles = -(-stop[-1] // TILE)
-    chosen, record = each_tile(partial(_verdict, slots), tiles)
+    chosen, told = each_tile(partial(_verdict, slots), tiles)
     if slots.drafting is not None and slots.drafting.log_q is not None:
-        chosen, record = _block_rounds(slots, emitters, chosen, record, each_tile, tiles)
+        chosen, told = _block_rounds(slots, emitters, chosen, told, each_tile, tiles)
     slots, emitted = _emit(slots, emitters, chosen, width)
-    return slots, emitted, jax.tree.map(lambda leaf: leaf[:most], record)
+    return slots, emitted, jax.tree.map(lambda leaf: leaf[:most], told)
 
 
 def _tile_rows(
@@ -220,10 +234,10 @@ def _block_rounds(
     slots: SlotState,
     emitters: Emitters,
     chosen: _Chosen,
-    record: TokenLogprobs,
-    each_tile: Callable[..., tuple[_Chosen, TokenLogprobs]],
+    told: Reported,
+    each_tile: Callable[..., tuple[_Chosen, Reported]],
     tiles: Array,
-) -> tuple[_Chosen, TokenLogprobs]:
+) -> tuple[_Chosen, Reported]:
     """Judges the rounds of the rule "block" (engine.md 3.8 B), which no row can judge alone.
 
     A second pass over the rows, if there is such a round: what the row emits if it ends the round.
@@ -255,7 +269,7 @@ def _block_rounds(
         )
         return _Chosen(token=found.correction, goes_on=is_active, status=status, ratio=found.mass)
 
-    last, last_record = each_tile(end, jnp.where(count.sum() > 0, tiles, 0))
+    last, last_told = each_tile(end, jnp.where(count.sum() > 0, tiles, 0))
     mass = last.ratio[jnp.minimum(row, size - 1)]
     index = emitters.base[:, None] + 1 + place[:-1]
     numbers = jnp.broadcast_to(place[1:], index.shape)
@@ -269,7 +283,7 @@ def _block_rounds(
     def pick(new: Array, old: Array) -> Array:
         return jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    return chosen, jax.tree.map(pick, last_record, record)
+    return chosen, jax.tree.map(pick, last_told, told)
 
 
 def _nothing(rows: int) -> _Chosen:

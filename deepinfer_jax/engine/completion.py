@@ -15,7 +15,8 @@ class CompletionBuilder:
 
     index: which of n. detokenizer: None without a tokenizer, or if no text is wanted.
     needs_prompt_scores: whether prompt rows have still to be scored. cache_reason: why no prefix
-    was reused. sent_ids, sent_text: what earlier deltas have shown.
+    was reused. logit_hashes: None unless they are recorded. sent_ids, sent_text: what earlier
+    deltas have shown.
     """
 
     index: int
@@ -25,6 +26,7 @@ class CompletionBuilder:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    logit_hashes: list[str] | None = None
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     text: str = ""
@@ -34,9 +36,18 @@ class CompletionBuilder:
     sent_ids: int = 0
     sent_text: int = 0
 
-    def push(self, token: int, logprob: float | None = None, top: TopLogprobs = ()) -> None:
+    def push(
+        self,
+        token: int,
+        logprob: float | None = None,
+        top: TopLogprobs = (),
+        logit_hash: str | None = None,
+    ) -> None:
         """Adds a token; `finish_reason` is "stop" afterwards if it completed a stop string."""
         self.tokens.append(token)
+        if self.logit_hashes is not None:
+            assert logit_hash is not None, "all tokens of a recorded completion have a hash"
+            self.logit_hashes.append(logit_hash)
         if logprob is not None:
             self.logprobs.append(logprob)
             self.top_logprobs.append(top)
@@ -46,6 +57,7 @@ class CompletionBuilder:
         if self.detokenizer.matched is not None:
             kept = self.detokenizer.kept_tokens()
             del self.tokens[kept:], self.logprobs[kept:], self.top_logprobs[kept:]
+            del (self.logit_hashes or [])[kept:]
             self.end("stop", self.detokenizer.matched)
 
     def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -86,4 +98,5 @@ class CompletionBuilder:
             top_logprobs=tuple(self.top_logprobs) if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            logit_hashes=None if self.logit_hashes is None else tuple(self.logit_hashes),
         )

@@ -36,11 +36,22 @@ class Flight:
     result: StepResult
     windows: list[dict[str, jax.Array]]
 
+    def read(self) -> tuple[StepResult, list[dict[str, np.ndarray]]]:
+        """Waits; returns (result, windows) on the host, None for what the plan does not want."""
+        plan, result = self.plan, self.result
+        wanted = replace(
+            result,
+            chosen=result.chosen if plan.wants_logprobs else None,
+            prompt=result.prompt if plan.scores_prompt else None,
+        )
+        return jax.device_get((wanted, self.windows))
+
 
 class Device:
     """Owns the engine's state on the device.
 
-    drafting: how drafts are made, or None. alternatives: k of log-probabilities.
+    drafting: how drafts are made, or None. alternatives: k of log-probabilities. hashes: whether
+    steps return hashes of logits.
     """
 
     def __init__(
@@ -52,9 +63,11 @@ class Device:
         stop_ids: int,
         drafting: Drafting | None,
         alternatives: int,
+        hashes: bool,
     ) -> None:
         """Allocates the state beside the parameters."""
         self.config, self.alternatives, self.drafting = config, alternatives, drafting
+        self.hashes = hashes
         self._place = params.embed.sharding
         self._programs: dict[PlanLayout, Any] = {}
         state = EngineState(
@@ -98,7 +111,7 @@ class Device:
         vector = jax.device_put(plan.vector, self._place)
         run = self._programs.get(plan.layout) or self.compile(plan.layout)
         self._leaves, result = run(self._params, self._leaves, vector)
-        wanted = [result.rounds]
+        wanted = jax.tree.leaves((result.rounds, result.hashes))
         wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
         wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
         windows = []
@@ -126,6 +139,7 @@ class Device:
             layout=layout,
             alternatives=self.alternatives,
             drafting=self.drafting,
+            hashes=self.hashes,
         )
         self._programs[layout] = lowered.compile()
         return self._programs[layout]

@@ -19,11 +19,13 @@ import jax
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.keys import root_key
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.determinism import require_level
 from deepinfer_jax.engine.device import Device, Flight
 from deepinfer_jax.engine.draft_policy import draft_policy
 from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import FinishReason, StreamDelta
 from deepinfer_jax.engine.profile import measured_corrections
+from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.request import Request, RequestFactory
 from deepinfer_jax.engine.results import RoundResult, round_results, take_scores, token_record
 from deepinfer_jax.engine.scheduler import Scheduler
@@ -36,8 +38,8 @@ from deepinfer_jax.engine.trace import Trace
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.params import same_form
+from deepinfer_jax.record.recorder import make_recorder
 from deepinfer_jax.sampling.edits import GRAMMAR
-from deepinfer_jax.sampling.logprobs import TokenLogprobs
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import fresh_seed
 
@@ -62,6 +64,7 @@ class Engine:
         self.clock, runtime = clock, self.runtime
         execution = replace(model.config.execution, replay=runtime.replay)
         self.config = replace(model.config, execution=execution)
+        require_level(execution, runtime)
         self.max_len = runtime.longest(self.config)
         drafting = plan_drafting(model, runtime)
         size = drafting.size if drafting else 0
@@ -89,6 +92,7 @@ class Engine:
             tokenizer=model.tokenizer,
             max_len=self.max_len,
             drafts=size,
+            recorder=make_recorder(model, runtime),
         )
         self._device = Device(
             self.config,
@@ -97,6 +101,7 @@ class Engine:
             stop_ids=runtime.max_stop_ids,
             drafting=drafting,
             alternatives=min(runtime.max_logprobs, self.config.vocab_size),
+            hashes=runtime.record == "logits",
         )
 
     def submit(
@@ -229,20 +234,17 @@ class Engine:
 
     def _read(self, flight: Flight) -> None:
         """Takes the result of a step; the only place where the host waits for the device."""
-        plan, result = flight.plan, flight.result
+        plan = flight.plan
         with self.trace.span("wait"):
-            rounds = jax.device_get(result.rounds)
-            chosen = jax.device_get(result.chosen) if plan.wants_logprobs else None
-            prompt = jax.device_get(result.prompt) if plan.scores_prompt else None
-            windows = jax.device_get(flight.windows)
+            result, windows = flight.read()
         with self.trace.span("commit"):
             now = self.clock()
             self._last_read, busy_since = now, max(self._last_read, flight.dispatched)
-            if prompt is not None:
+            if result.prompt is not None:
                 for chunk in plan.chunks:
                     if chunk.sequence in self._owner:
-                        take_scores(self._owner[chunk.sequence], chunk, prompt)
-            found = round_results(rounds, len(plan.emits))
+                        take_scores(self._owner[chunk.sequence], chunk, result.prompt)
+            found = round_results(result.rounds, len(plan.emits))
             self.drafts.add(found[: len(plan.spans)])
             self.scheduler.observe(plan, found, now - busy_since)
             self.scheduler.commit(plan, found)
@@ -255,34 +257,29 @@ class Engine:
                 if sequence.generation != generation:
                     continue  # ended or preempted since
                 assert one.generation == generation, f"{one} is not of generation {generation}"
-                self._guard(sequence, self._take, sequence, one, chosen, now)
+                self._guard(sequence, self._take, sequence, one, result, now)
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len
                 if sequence.room == 0 and is_last and sequence.generation == chunk.generation:
                     self._end(sequence, "length")
 
-    def _take(
-        self, sequence: Sequence, result: RoundResult, chosen: TokenLogprobs | None, now: float
-    ) -> None:
+    def _take(self, sequence: Sequence, found: RoundResult, step: StepResult, now: float) -> None:
         """Gives a completion its new tokens, up to a stop string."""
         request, output = self._owner[sequence], sequence.output
         request.first_token = request.first_token or now
         count = sequence.params.logprobs
-        for place, token in enumerate(result.kept, start=result.first):
-            if chosen is None or count is None:
-                output.push(token)
-            else:
-                output.push(token, *token_record(chosen, place, count))
+        for place, token in enumerate(found.kept, start=found.first):
+            output.push(token, *token_record(step, place, count))
             self.counters["tokens"] += 1
             if output.finish_reason is not None:
                 self._end(sequence, output.finish_reason, output.stop_reason)
                 return
-        if result.code == FAILED:
-            self._end(sequence, "grammar" if result.status == GRAMMAR else "numerical")
-        elif result.code == AT_STOP:
-            self._end(sequence, "stop", result.tokens[-1])
-        elif result.code == AT_LENGTH:
+        if found.code == FAILED:
+            self._end(sequence, "grammar" if found.status == GRAMMAR else "numerical")
+        elif found.code == AT_STOP:
+            self._end(sequence, "stop", found.tokens[-1])
+        elif found.code == AT_LENGTH:
             is_asked = sequence.room == sequence.params.max_tokens
             self._end(sequence, "length" if is_asked else "capacity")
         elif request.sink is not None:
@@ -372,6 +369,8 @@ class Engine:
         if not same_form(self._device.params, params):
             raise InputError("replace_params needs a tree of the same structure, shapes and dtypes")
         self._device.params = params
+        self.model = replace(self.model, params=params)
+        self._factory = self._factory.with_weights(self.model)
         self._weights += 1
         self.scheduler.cache.clear()
 

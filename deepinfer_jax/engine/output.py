@@ -1,9 +1,12 @@
 """What `LLM` returns (engine.md 1.3)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
+from deepinfer_jax.record.run_record import RecordedOutput, RunRecord
 
 FinishReason = Literal[
     "stop", "length", "abort", "capacity", "grammar", "numerical", "deadline", "error"
@@ -43,7 +46,8 @@ class Completion:
     """One completion. EOS and stop ids are in `stop_reason`, not in `token_ids`.
 
     logprobs: float32 log-probability of every token; None unless `SamplingParams.logprobs` is set.
-    top_logprobs: the best ids at every token, empty tuples for `logprobs=0`.
+    top_logprobs: the best ids at every token, empty tuples for `logprobs=0`. logit_hashes: of the
+    raw logits that gave every token; None unless `RuntimeConfig.record` is "logits".
     """
 
     text: str
@@ -52,6 +56,16 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    logit_hashes: tuple[str, ...] | None = None
+
+    def recorded(self) -> RecordedOutput:
+        """Returns what a run record holds of it."""
+        return RecordedOutput(
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logit_hashes=self.logit_hashes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +75,7 @@ class RequestOutput:
     seed: the one in use, drawn or given: the same request with it gives the same tokens.
     cached_tokens: prompt tokens whose cache rows were reused. prompt_logprobs: float32
     [prompt - 1] of every prompt id after the first; None unless asked for, as are
-    `prompt_top_logprobs`.
+    `prompt_top_logprobs`. make_record: see `record`.
     """
 
     request_id: str
@@ -72,6 +86,16 @@ class RequestOutput:
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    make_record: Callable[[], RunRecord] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def record(self) -> RunRecord | None:
+        """All that the completions depend on, and their ids; None with `RuntimeConfig.record`=None.
+
+        Made when it is asked for. The first one of a model hashes its weights (about a second per
+        GB); after `replace_params` that is too late, and raises InputError.
+        """
+        return None if self.make_record is None else self.make_record()
 
     @property
     def text(self) -> str:

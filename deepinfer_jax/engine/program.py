@@ -39,17 +39,19 @@ class StepResult:
 
     rounds [S, width]: of each emitter, the words `layout.RESULT`, its tokens (-1 beyond the last)
     and the survivals of its new drafts. chosen: log-probabilities by emitting row; prompt: of the
-    prompt rows' next ids; both are zeros unless asked for.
+    prompt rows' next ids; both are zeros unless asked for. hashes: of the logits, by emitting row;
+    None unless they are recorded.
     """
 
     rounds: Leaf  # int32 [S, width]
     chosen: TokenLogprobs
     prompt: TokenLogprobs
+    hashes: Leaf = None  # uint32 [S * (drafts + 1), 2]
 
 
 @partial(
     jax.jit,
-    static_argnames=("trees", "config", "layout", "alternatives", "drafting"),
+    static_argnames=("trees", "config", "layout", "alternatives", "drafting", "hashes"),
     donate_argnames="state",
 )
 def run_step(
@@ -62,6 +64,7 @@ def run_step(
     layout: PlanLayout,
     alternatives: int,
     drafting: Drafting | None,
+    hashes: bool,
 ) -> tuple[tuple[Array, ...], StepResult]:
     """Returns (leaves of the state after the step, what the host will read).
 
@@ -77,6 +80,7 @@ def run_step(
         layout: of the plan.
         alternatives: k of the log-probabilities.
         drafting: how drafts are made; None makes none.
+        hashes: return hashes of the logits that gave each token.
     """
     after, result = engine_step(
         jax.tree.unflatten(trees[0], params),
@@ -86,6 +90,7 @@ def run_step(
         layout=layout,
         alternatives=alternatives,
         drafting=drafting,
+        hashes=hashes,
     )
     return tuple(jax.tree.leaves(after)), result
 
@@ -99,6 +104,7 @@ def engine_step(
     layout: PlanLayout,
     alternatives: int,
     drafting: Drafting | None,
+    hashes: bool,
 ) -> tuple[EngineState, StepResult]:
     """Returns (state after the step, what the host will read). Pure; arguments as `run_step`."""
     parts = unpack(layout, vector)
@@ -107,8 +113,8 @@ def engine_step(
     writes_context = config.draft is not None
     cache, hidden, _ = step(params, config, state.cache, plan, drafting=writes_context)
     prompt = _score_prompt(params, config, layout, parts, hidden, alternatives)
-    slots, emitted, chosen = choose(
-        params, config, state.slots, parts, plan, emitters, hidden, alternatives
+    slots, emitted, told = choose(
+        params, config, state.slots, parts, plan, emitters, hidden, alternatives, hashes
     )
     # Rejected rows are taken back: the next round begins after the last token that was accepted.
     dropped = jnp.where(emitted.count > 0, emitters.slot, cache.length.shape[0])
@@ -118,7 +124,7 @@ def engine_step(
         assert isinstance(params, Params)  # V4 has no draft stages here
         state = make_drafts(params, config, state, parts, emitters, emitted, drafting)
     rounds = _result_rows(state.slots, emitters, emitted)
-    return state, StepResult(rounds=rounds, chosen=chosen, prompt=prompt)
+    return state, StepResult(rounds=rounds, chosen=told.logprobs, prompt=prompt, hashes=told.hashes)
 
 
 def _result_rows(slots: SlotState, emitters: Emitters, emitted: Emitted) -> Int[Array, "s w"]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,9 @@ from deepinfer_jax.engine.detokenize import Detokenizer
 from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import InputError, TokenizerError
+from deepinfer_jax.loading import Model
 from deepinfer_jax.model.forward import host_ids
+from deepinfer_jax.record.recorder import Recorder, make_recorder
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import child_seed
 
@@ -27,7 +30,8 @@ class Request:
     """One prompt on its way. Times are those of the engine's clock.
 
     sink: called with every delta of every completion; None if nobody watches. prompt_scores:
-    (log-probabilities [t - 1], ids [t - 1, k], theirs), while asked for.
+    (log-probabilities [t - 1], ids [t - 1, k], theirs), while asked for. recorder: of the weights
+    it runs with; None without records.
     """
 
     request_id: str
@@ -41,6 +45,7 @@ class Request:
     ended: float | None = None
     error: BaseException | None = None
     prompt_scores: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    recorder: Recorder | None = None
 
     @property
     def is_done(self) -> bool:
@@ -57,11 +62,16 @@ class Request:
         """Returns the result of a request that is done."""
         first, ended = self.sequences[0], self.ended
         assert ended is not None
-        scores = self.prompt_scores
+        scores, prompt = self.prompt_scores, self.prompt
+        completions = tuple(sequence.output.completion() for sequence in self.sequences)
+        make_record = None
+        if self.recorder is not None:
+            recorded = tuple(completion.recorded() for completion in completions)
+            make_record = partial(self.recorder.record, prompt, self.params, self.seed, recorded)
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=self.prompt,
-            outputs=tuple(sequence.output.completion() for sequence in self.sequences),
+            prompt_token_ids=prompt,
+            outputs=completions,
             seed=self.seed,
             metrics=RequestMetrics(
                 first_token_s=(self.first_token or ended) - self.submitted,
@@ -73,6 +83,7 @@ class Request:
             cached_tokens=first.cached or 0,
             prompt_logprobs=None if scores is None else scores[0],
             prompt_top_logprobs=None if scores is None else top_rows(scores[1], scores[2]),
+            make_record=make_record,
         )
 
 
@@ -86,13 +97,23 @@ def top_rows(ids: np.ndarray, values: np.ndarray) -> tuple[tuple[tuple[int, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
-    """Checks requests and builds their sequences. drafts: of a round, 0 without drafting."""
+    """Checks requests and builds their sequences.
+
+    drafts: of a round, 0 without drafting. recorder: of the weights in use, None without records.
+    """
 
     config: ModelConfig
     runtime: RuntimeConfig
     tokenizer: "Tokenizer | None"
     max_len: int
     drafts: int
+    recorder: Recorder | None = None
+
+    def with_weights(self, model: Model) -> "RequestFactory":
+        """Returns the factory of a model whose weights take the place of the ones before."""
+        if self.recorder is not None:
+            self.recorder.weights.release()
+        return replace(self, recorder=make_recorder(model, self.runtime))
 
     def build(
         self,
@@ -116,7 +137,8 @@ class RequestFactory:
             root: of the prefix tree.
             seed: in use.
             now: time of submission.
-            output_ids: tokens it has produced before (a restored request of n = 1).
+            output_ids: tokens it has produced before (a restored request of n = 1); produced
+                again if hashes of their logits are to be recorded.
 
         Raises:
             InputError: something cannot be honoured.
@@ -125,11 +147,15 @@ class RequestFactory:
         self.check(ids, params, request_id)
         room = min(params.max_tokens, self.max_len - len(ids))
         banned = self._banned(params)
+        keeps_hashes = self.runtime.record == "logits"
+        output_ids = () if keeps_hashes else output_ids
         sequences: list[Sequence] = []
         for child in range(params.n):
             buffer = np.zeros(len(ids) + room, np.int32)
             buffer[: len(ids)] = ids
             scored = params.prompt_logprobs is not None and child == 0 and len(ids) > 1
+            output = CompletionBuilder(child, params, self._detokenizer(params), scored)
+            output.logit_hashes = [] if keeps_hashes else None
             sequence = Sequence(
                 number=number,
                 child=child,
@@ -140,7 +166,7 @@ class RequestFactory:
                 room=room,
                 seed=child_seed(seed, child),
                 root=root,
-                output=CompletionBuilder(child, params, self._detokenizer(params), scored),
+                output=output,
                 submitted=now,
                 banned=banned,
                 parent=sequences[0] if child else None,
@@ -150,7 +176,7 @@ class RequestFactory:
                 sequence.output.push(token)
             sequence.planned = sequence.produced
             sequences.append(sequence)
-        request = Request(request_id, params, seed, sequences, now)
+        request = Request(request_id, params, seed, sequences, now, recorder=self.recorder)
         if params.prompt_logprobs is not None:
             wide, count = min(params.prompt_logprobs, self.config.vocab_size), len(ids) - 1
             shape = (count, wide)

@@ -7,8 +7,10 @@ import numpy as np
 from deepinfer_jax.engine.layout import RESULT
 from deepinfer_jax.engine.output import TopLogprobs
 from deepinfer_jax.engine.plan import Chunk
+from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.engine.slots import AT_STOP, FAILED
+from deepinfer_jax.record.logit_hash import hash_text
 from deepinfer_jax.sampling.logprobs import TokenLogprobs
 
 
@@ -56,14 +58,24 @@ def round_results(rounds: np.ndarray, count: int) -> list[RoundResult]:
     return found
 
 
-def token_record(chosen: TokenLogprobs, place: int, count: int) -> tuple[float, TopLogprobs]:
-    """Returns (log-probability, the `count` best ids with theirs) of one emitting row."""
+def token_record(
+    result: StepResult, place: int, count: int | None
+) -> tuple[float | None, TopLogprobs, str | None]:
+    """Returns what is told of the token of one emitting row.
+
+    Its log-probability and the `count` best ids with theirs, unless count is None; the hash of the
+    logits, if they are recorded.
+    """
+    logit_hash = None if result.hashes is None else hash_text(result.hashes[place])
+    if count is None:
+        return None, (), logit_hash
+    chosen = result.chosen
     pairs = zip(
         chosen.top_ids[place, :count].tolist(),
         chosen.top_logprobs[place, :count].tolist(),
         strict=True,
     )
-    return float(chosen.logprob[place]), tuple(pairs)
+    return float(chosen.logprob[place]), tuple(pairs), logit_hash
 
 
 def take_scores(request: Request, chunk: Chunk, prompt: TokenLogprobs) -> None:

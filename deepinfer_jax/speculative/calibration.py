@@ -76,10 +76,24 @@ def calibration_error(
     """
     if not estimate.size:
         return 0.0
+    expected, found, count = reliability(estimate, outcome, bins=bins)
+    return float(np.abs((expected - found) * count).sum() / estimate.size)
+
+
+def reliability(
+    estimate: Float[np.ndarray, "..."], outcome: Bool[np.ndarray, "..."], *, bins: int = BINS
+) -> tuple[Float[np.ndarray, " b"], Float[np.ndarray, " b"], Int[np.ndarray, " b"]]:
+    """Returns (mean estimate, mean outcome, samples) of the equal bins of [0, 1] that have any."""
     flat = estimate.reshape(-1)
     place = np.minimum((flat * bins).astype(int), bins - 1)
-    gap = np.bincount(place, weights=flat - outcome.reshape(-1), minlength=bins)
-    return float(np.abs(gap).sum() / flat.size)
+    count = np.bincount(place, minlength=bins)
+    used = count > 0
+    sums = (
+        np.bincount(place, weights=values, minlength=bins)[used]
+        for values in (flat, outcome.reshape(-1))
+    )
+    expected, found = (total / count[used] for total in sums)
+    return expected, found, count[used]
 
 
 def calibration_errors(

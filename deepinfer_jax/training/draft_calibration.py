@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from deepinfer_jax.errors import TokenizerError
+from deepinfer_jax.errors import ConfigError, TokenizerError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.speculative.calibration import (
@@ -15,6 +16,9 @@ from deepinfer_jax.speculative.calibration import (
     calibration_errors,
     draft_identity,
     fit_temperatures,
+    prefix_labels,
+    prefix_survival,
+    reliability,
 )
 from deepinfer_jax.speculative.rounds import GreedyRounds, greedy_rounds
 from deepinfer_jax.training.corpus import TASKS, THINKING_TASKS, make_item, prompt_text
@@ -128,27 +132,48 @@ def corpus_rounds(
     )
 
 
-def fit_on_corpus(
-    model: Model,
-    *,
-    seed: int = 0,
-    scale: float = 1.0,
-    report: Callable[[int], None] | None = None,
-) -> Temperatures:
-    """Returns temperatures fitted on prompts of the validation split; arguments as `corpus_rounds`.
-
-    Raises:
-        TokenizerError: The model has no tokenizer.
-        InputError: The model has no draft stages.
-    """
-    found = corpus_rounds(model, split="validation", seed=seed, scale=scale, report=report)
-    labels = found.confidence_logit, found.accepted, found.observed
+def fit_on_rounds(model: Model, rounds: CorpusRounds) -> Temperatures:
+    """Returns temperatures fitted on rounds of `corpus_rounds` of this model."""
+    labels = rounds.confidence_logit, rounds.accepted, rounds.observed
     values = fit_temperatures(*labels)
     return Temperatures(
         values=tuple(values.tolist()),
         identity=draft_identity(model.params, model.config),
         verification="greedy",
-        rounds=len(found.accepted),
+        rounds=len(rounds.accepted),
         error_before=calibration_errors(*labels, np.ones_like(values))[0],
         error_after=calibration_errors(*labels, values)[0],
     )
+
+
+def plot_reliability(path: Path, rounds: CorpusRounds, fitted: Temperatures) -> None:
+    """Writes a PNG: how often prefixes of drafts are accepted, over how often they should be.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # pyright: ignore[reportMissingImports]
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install 'deepinfer-jax[notebook]'"
+        ) from error
+    size = len(fitted.values)
+    outcome, counts = prefix_labels(rounds.accepted, rounds.observed, size)
+    figure, axis = pyplot.subplots(figsize=(5, 5))
+    axis.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+    curves = (
+        ("as trained", np.ones(size), fitted.error_before),
+        ("scaled", np.asarray(fitted.values), fitted.error_after),
+    )
+    for name, temperature, error in curves:
+        survival = prefix_survival(rounds.confidence_logit, temperature)
+        expected, found, _ = reliability(survival[counts], outcome[counts])
+        axis.plot(expected, found, marker="o", label=f"{name}, error {error:.3f}")
+    axis.set(xlabel="estimated survival", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    axis.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)

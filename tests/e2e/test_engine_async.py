@@ -64,9 +64,10 @@ def test_depth_and_host_sleeps_change_nothing(pool, depth):
             assert_same(found, lone)
 
 
-def test_nothing_compiles_after_the_warm_up(pool, compiles):
+@pytest.mark.parametrize("drafting", [False, True])
+def test_nothing_compiles_after_the_warm_up(pool, compiles, drafting):
     """Preemption, eviction, hits, forks, copies, edits and scores included."""
-    warmed = make_engine(small_cache())
+    warmed = make_engine(replace(small_cache(), drafting=drafting))
     warmed.warm_up()
     compiles.is_on = True
     jax.jit(lambda x: x * 3.25)(1.5).block_until_ready()

@@ -48,9 +48,9 @@ def _raw_labels(item: Item, ids: np.ndarray, prompt_len: int) -> np.ndarray:
 def _copies(item: Item, text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     """Marks the tokens that can only be right if the model looks back.
 
-    Those are the tokens behind the first one of a name that the text has mentioned, with another
-    name nearer, and numbers that say again how many of something somebody has. They are few, and
-    the loss hides them unless they weigh more.
+    Those are, of a name that the text has mentioned with another name nearer, the tokens behind the
+    first, and the first too if a sentence names two; and numbers that say again how many of
+    something somebody has. They are few, and the loss hides them unless they weigh more.
     """
     marked = np.zeros(len(offsets), np.bool_)
     names = [entity for entity in item.entities if entity.isalpha()]
@@ -64,11 +64,13 @@ def _copies(item: Item, text: str, offsets: Sequence[tuple[int, int]]) -> np.nda
             marked |= (starts >= found.start(2) - 1) & (starts < found.end(2))
         counted.add(what)
     seen: set[str] = set()
-    nearest = ""
+    nearest, end = "", 0
     for found in re.finditer(rf"\b(?:{'|'.join(names)})\b", text):
         if found[0] in seen and found[0] != nearest:
-            marked |= (starts > found.start()) & (starts < found.end())
-        nearest = found[0]
+            is_second = "." not in text[end : found.start()]
+            first = found.start() - 1 if is_second else found.start() + 1
+            marked |= (starts >= first) & (starts < found.end())
+        nearest, end = found[0], found.end()
         seen.add(nearest)
     return marked
 

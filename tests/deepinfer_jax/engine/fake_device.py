@@ -82,7 +82,7 @@ class FakeDevice:
     that stopped before the last draft they accept.
     """
 
-    def __init__(self, config, params, cache, *, stop_ids, drafting, alternatives) -> None:
+    def __init__(self, config, params, cache, *, stop_ids, drafting, alternatives, hashes) -> None:
         """Starts with empty slots and blocks."""
         self.params = params
         self.size = cache.block_tokens

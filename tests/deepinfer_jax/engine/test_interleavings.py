@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from deepinfer_jax.engine.sequence import Phase
 from deepinfer_jax.sampling.params import SamplingParams
 from tests.deepinfer_jax.engine.fake_device import END, expected, logprob_of
 from tests.deepinfer_jax.engine.small_engine import small_engines
@@ -39,7 +40,7 @@ class Case:
         return words + [f"abort {name}" for name in live]
 
     def act(self, word: str) -> None:
-        """Does one action and checks conservation."""
+        """Does one action and checks conservation, and upper bounds that must be exact by now."""
         if word == "submit":
             prompt, most, n = self.kinds[len(self.requests)]
             params = SamplingParams(
@@ -52,7 +53,13 @@ class Case:
             name = word.removeprefix("abort ")
             assert self.engine.abort(name)
             self.aborted.add(name)
-        self.engine.scheduler.check()
+        scheduler = self.engine.scheduler
+        scheduler.check()
+        if not self.engine.stats().in_flight:
+            for one in scheduler.active:
+                is_running = one.phase is Phase.RUNNING
+                known = (one.count - 1, one.produced) if is_running else (one.computed, one.planned)
+                assert (one.computed, one.planned) == known
 
     def finish(self) -> None:
         """Runs to the end and checks every request."""

@@ -61,14 +61,14 @@ def test_seed_orders_rows_and_repeats(rendered):
 
 def test_tokens_that_look_back_weigh_more():
     tokenizer = load()
-    text = "Mara lives in Oakford. Mabel has 5 coins. Mara has 3 coins. Now Mabel has 12 coins."
+    text = "Mara lives in Oakford. Mabel has 5 coins. Mara meets Mabel. Now Mabel has 12 coins."
     item = Item(
         task="story", key="k", prompt="", answer=text, entities=("Mara", "Mabel", "Oakford")
     )
     found = render(item, tokenizer)
     copied = [tokenizer.decode([token]) for token in found.ids[found.copies]]
-    # Names after another name; of the counts only the one that is said again.
-    assert copied == ["ra", "bel", " ", "1", "2"]
+    # Names after another name, whole in its sentence; the count that is said again.
+    assert copied == ["ra", " Ma", "bel", " ", "1", "2"]
     packed = pack([found], 64, 0, pad_id=0, task_weights={"story": 1.0}, copy_weight=8.0)
     row = packed.weights[0, : len(found.ids)]
     np.testing.assert_array_equal(row[1:], np.where(found.copies[1:], 9.0, 1.0))

@@ -1,0 +1,177 @@
+"""What each level of determinism promises here, and why not where it does not (determinism.md 1).
+
+D0 run to run, D1 whatever else is in the batch, D2 however a prompt is cut into steps, D3 whatever
+is cached, D4 with drafts as without, D5 on every mesh. Portability to another device or another
+version of the compiler (D6) is never promised.
+"""
+
+import os
+from typing import Protocol, runtime_checkable
+
+from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.environment import numerics_flags, parse_xla_flags
+from deepinfer_jax.errors import ConfigError
+
+PROMISES = ("D0", "D1", "D2", "D3", "D4", "D5")
+#: Promise -> (whether it is held, the reason).
+Report = dict[str, tuple[bool, str]]
+
+
+@runtime_checkable
+class HasConfig(Protocol):
+    """What is asked for its promises: a `Model`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its config, with how it is run."""
+        ...
+
+
+def determinism_report(model: HasConfig, runtime: RuntimeConfig | None = None) -> Report:
+    """Returns what holds for a model as it was loaded, on the devices of this process.
+
+    Args:
+        model: what `load` returned.
+        runtime: how it is run; None is `RuntimeConfig()`.
+    """
+    has_drafts = model.config.draft is not None
+    return report(model.config.execution, runtime or RuntimeConfig(), has_drafts=has_drafts)
+
+
+def report(
+    execution: ExecutionConfig, runtime: RuntimeConfig, *, has_drafts: bool = True
+) -> Report:
+    """Returns the same without a model. Initialises the JAX backend, to know its platform.
+
+    Args:
+        execution: how `load` decides to run a model.
+        runtime: capacities and policies of the engine.
+        has_drafts: whether the model has draft stages.
+    """
+    import jax
+
+    return promises(
+        execution,
+        runtime,
+        has_drafts=has_drafts,
+        platform=jax.default_backend(),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+    )
+
+
+def promises(
+    execution: ExecutionConfig,
+    runtime: RuntimeConfig,
+    *,
+    has_drafts: bool,
+    platform: str,
+    xla_flags: str,
+) -> Report:
+    """Returns the same for a given platform ("cpu", "gpu", ...) and value of XLA_FLAGS; pure."""
+    level = execution.determinism
+    if level == "off":
+        return dict.fromkeys(PROMISES, (False, 'determinism="off" promises nothing'))
+    if level == "run":
+        stock = (False, "at level run products and sums are XLA's, in an order that follows shapes")
+        return {"D0": _run_to_run(platform, xla_flags), **dict.fromkeys(PROMISES[1:], stock)}
+    fault = _batch_fault(platform, xla_flags)
+    if fault is not None:
+        return dict.fromkeys(PROMISES, (False, fault))
+    return {
+        "D0": (True, "compiled programs on CPU run in one order; random bits come from counters"),
+        "D1": (True, _arithmetic(execution)),
+        "D2": (True, _chunks(runtime)),
+        "D3": _cache(runtime),
+        "D4": _drafts(runtime, has_drafts),
+        "D5": (False, "runs on one device only so far: there is no mesh to compare with"),
+    }
+
+
+def require_level(execution: ExecutionConfig, runtime: RuntimeConfig | None = None) -> None:
+    """Checks that level "batch", if it is asked for, can be held: D0 to D4.
+
+    At "run" nothing raises: on an accelerator D0 depends on flags, and the report says which.
+
+    Args:
+        execution: how a model is to be run.
+        runtime: how sequences are to be run; None judges the model alone.
+
+    Raises:
+        ConfigError: a promise of the level does not hold; says which and why.
+    """
+    if execution.determinism != "batch":
+        return
+    found = report(execution, runtime or RuntimeConfig())
+    for promise in PROMISES[:5]:
+        held, reason = found[promise]
+        if not held:
+            raise ConfigError(
+                f'determinism="batch" cannot be held ({promise}): {reason}. Change that, or ask '
+                'for determinism="run" or "off".'
+            )
+
+
+def _run_to_run(platform: str, xla_flags: str) -> tuple[bool, str]:
+    if platform == "cpu":
+        return True, "compiled programs on CPU run in one order; random bits come from counters"
+    flags = parse_xla_flags(xla_flags)
+    is_ordered = any(
+        flags.get(name, "").lower() in ("true", "1")
+        for name in ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+    )
+    is_pinned = flags.get("xla_gpu_autotune_level") == "0" or bool(
+        flags.get("xla_gpu_load_autotune_results_from")
+    )
+    if is_ordered and is_pinned:
+        return True, "XLA_FLAGS exclude atomics and pin the choice of kernels"
+    return False, (
+        f"on {platform!r} kernels are chosen by timing in every process and may use atomics, "
+        "unless XLA_FLAGS has --xla_gpu_deterministic_ops=true and --xla_gpu_autotune_level=0"
+    )
+
+
+def _batch_fault(platform: str, xla_flags: str) -> str | None:
+    """Returns why level "batch" cannot be held at all, or None."""
+    if platform != "cpu":
+        return f"it is proven on CPU only so far, this process runs on {platform!r}"
+    against = [flag for flag in numerics_flags(xla_flags, {}) if flag["contradicts_batch"]]
+    if against:
+        named = (f"{flag['name']}={flag['value']} ({flag['why']})" for flag in against)
+        return "XLA_FLAGS has " + "; ".join(named)
+    return None
+
+
+def _arithmetic(execution: ExecutionConfig) -> str:
+    kernels = ", ".join("=".join(pair) for pair in execution.kernels) or "xla"
+    return (
+        f"every row is computed in tiles of {execution.row_tile} rows, each sum in a fixed order "
+        f"(numerics {execution.numerics}, kernels {kernels})"
+    )
+
+
+def _chunks(runtime: RuntimeConfig) -> str:
+    reason = "a row reads all of its history from the cache, in blocks that follow its position"
+    if runtime.replay == "off":
+        return reason
+    return (
+        f"{reason}; replay={runtime.replay} with replay_keep_tokens={runtime.replay_keep_tokens} "
+        "is part of the model: its outputs differ from those without"
+    )
+
+
+def _cache(runtime: RuntimeConfig) -> tuple[bool, str]:
+    if not runtime.prefix_cache:
+        return True, "no prefix is reused; rows of a preempted sequence are computed again"
+    if runtime.prefix_restore == "bounded":
+        return False, (
+            'prefix_restore="bounded" recomputes one window only, so outputs depend on what is '
+            'cached: use "checkpoint" or "halo"'
+        )
+    return True, f"cached rows are those of a cold run, windows too ({runtime.prefix_restore})"
+
+
+def _drafts(runtime: RuntimeConfig, has_drafts: bool) -> tuple[bool, str]:
+    if not has_drafts or runtime.drafting is False:
+        return True, "nothing is drafted"
+    return True, 'a draft is kept only if it is what the target draws: verify="exact" is enforced'

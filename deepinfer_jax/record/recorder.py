@@ -1,0 +1,116 @@
+"""Makes the records of an engine's requests."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.determinism import report
+from deepinfer_jax.environment import provenance
+from deepinfer_jax.loading import Model
+from deepinfer_jax.model.attention.core import BLOCK
+from deepinfer_jax.record.run_record import RecordedOutput, RunRecord, Section, json_hash, plain
+from deepinfer_jax.record.weights import WeightsHash
+from deepinfer_jax.sampling.params import SamplingParams
+from pallas_kernels.core import tiles
+
+
+class Recorder:
+    """Describes one model with the weights it has now, and how it is run; nothing before asked.
+
+    weights: their hash, which costs most.
+    """
+
+    def __init__(self, model: Model, runtime: RuntimeConfig) -> None:
+        """Keeps what is described."""
+        self.weights = WeightsHash(model.params)
+        self._config, self._source, self._runtime = model.config, model.source, runtime
+
+    @cached_property
+    def facts(self) -> dict[str, Section]:
+        """The sections that all records of the engine share, without the hash of the weights."""
+        config, source = describe_config(self._config), Path(self._source)
+        options, runtime = _options(self._config, self._runtime)
+        has_drafts = self._config.draft is not None
+        promises = report(self._config.execution, self._runtime, has_drafts=has_drafts)
+        return {
+            "environment": provenance(),
+            "model": {
+                "source": str(source.resolve()) if source.exists() else self._source,
+                "config": config,
+                "config_sha256": json_hash(config),
+            },
+            "execution": _execution(self._config),
+            "promises": plain(promises),
+            "options": options,
+            "runtime": runtime,
+        }
+
+    def record(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        outputs: Sequence[RecordedOutput],
+    ) -> RunRecord:
+        """Returns the record of one request; the first call hashes the weights.
+
+        Args:
+            prompt: its ids.
+            params: what was asked for.
+            seed: the one in use, drawn or given.
+            outputs: its completions.
+
+        Raises:
+            InputError: the weights were replaced before any record was made.
+        """
+        fields = asdict(replace(params, seed=seed))
+        del fields["cache_salt"]  # a secret that no output depends on
+        facts = self.facts | {
+            "model": self.facts["model"] | {"weights_sha256": self.weights.root()},
+            "request": plain({"prompt_token_ids": list(prompt), "params": fields}),
+        }
+        return RunRecord(**facts, outputs=tuple(outputs))
+
+
+def make_recorder(model: Model, runtime: RuntimeConfig) -> Recorder | None:
+    """Returns the recorder of an engine, None if `runtime.record` is."""
+    return None if runtime.record is None else Recorder(model, runtime)
+
+
+def describe_config(config: ModelConfig) -> Section:
+    """Returns what a model is, without how it is run, as JSON values."""
+    fields = asdict(config)
+    del fields["execution"]
+    return plain(fields)
+
+
+def _execution(config: ModelConfig) -> Section:
+    """Returns the choices of `load`, and the tiles that are part of the arithmetic."""
+    execution = config.execution
+    return {
+        "numerics": execution.numerics,
+        "determinism": execution.determinism,
+        "kernels": dict(execution.kernels),
+        "network_row_tile": execution.row_tile,
+        "row_tile": tiles.ROW_TILE,
+        "k_chunk": tiles.K_CHUNK,
+        "attention_block": BLOCK,
+    }
+
+
+def _options(config: ModelConfig, runtime: RuntimeConfig) -> tuple[Section, Section]:
+    """Returns (options that outputs depend on at level "batch", the others)."""
+    fields: dict[str, Any] = plain(asdict(runtime))
+    options = {
+        "replay": fields.pop("replay"),
+        "replay_keep_tokens": fields.pop("replay_keep_tokens"),
+        "max_len": runtime.longest(config),
+    }
+    del fields["max_len"]
+    if runtime.replay == "off":
+        options["replay_keep_tokens"] = None  # without effect
+    return options, fields
