@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
     from deepinfer_jax.config.presets import PRESETS, preset
     from deepinfer_jax.config.runtime import RuntimeConfig
+    from deepinfer_jax.determinism import determinism_report
     from deepinfer_jax.engine.engine import Engine
     from deepinfer_jax.engine.output import Completion, RequestOutput, ScoreOutput, StreamDelta
     from deepinfer_jax.errors import (
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
         KernelSelectionError,
         TokenizerError,
     )
+    from deepinfer_jax.invariance.report import Report
+    from deepinfer_jax.invariance.runner import verify_invariance
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.loading import Model, load
     from deepinfer_jax.model.cached import (
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     )
     from deepinfer_jax.model.draft import DraftOutput
     from deepinfer_jax.model.forward import draft, hidden_states, score
+    from deepinfer_jax.record.run_record import RunRecord, read_record
     from deepinfer_jax.sampling.params import SamplingParams
 
 _NAMES = {
@@ -50,6 +54,7 @@ _NAMES = {
     "config.model": ("ExecutionConfig", "ModelConfig"),
     "config.presets": ("PRESETS", "preset"),
     "config.runtime": ("RuntimeConfig",),
+    "determinism": ("determinism_report",),
     "engine.engine": ("Engine",),
     "engine.output": ("Completion", "RequestOutput", "ScoreOutput", "StreamDelta"),
     "errors": (
@@ -62,11 +67,14 @@ _NAMES = {
         "KernelSelectionError",
         "TokenizerError",
     ),
+    "invariance.report": ("Report",),
+    "invariance.runner": ("verify_invariance",),
     "llm": ("LLM",),
     "loading": ("Model", "load"),
     "model.cached": ("StepOutput", "decode", "init_state", "make_plan", "prefill", "verify"),
     "model.draft": ("DraftOutput",),
     "model.forward": ("draft", "hidden_states", "score"),
+    "record.run_record": ("RunRecord", "read_record"),
     "sampling.params": ("SamplingParams",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
@@ -91,7 +99,9 @@ __all__ = [
     "KernelSelectionError",
     "Model",
     "ModelConfig",
+    "Report",
     "RequestOutput",
+    "RunRecord",
     "RuntimeConfig",
     "SamplingParams",
     "ScoreOutput",
@@ -100,6 +110,7 @@ __all__ = [
     "TokenizerError",
     "config_from_hf",
     "decode",
+    "determinism_report",
     "draft",
     "hidden_states",
     "init_state",
@@ -108,8 +119,10 @@ __all__ = [
     "prefill",
     "preset",
     "read_config",
+    "read_record",
     "score",
     "verify",
+    "verify_invariance",
 ]
 
 

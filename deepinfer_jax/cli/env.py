@@ -1,6 +1,6 @@
 """`deepinfer-jax env`: the record of `deepinfer_jax.environment`, as tables or JSON."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -8,16 +8,30 @@ import typer
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Versions, devices, flags that matter for numerics, and what each extra lacks."""
+    """Versions, devices, flags that matter for numerics, promises, and what each extra lacks."""
     from deepinfer_jax.environment import collect
 
-    record = collect()
+    record = collect() | {"determinism": _promises()}
     if as_json:
         import json
 
         typer.echo(json.dumps(record, indent=2))
         return
     _print_tables(record)
+
+
+def _promises() -> dict[str, dict[str, list[Any]]]:
+    """Returns what each level promises here with default options: [held, reason] by promise."""
+    from deepinfer_jax.config.model import DeterminismLevel, ExecutionConfig
+    from deepinfer_jax.config.runtime import RuntimeConfig
+    from deepinfer_jax.determinism import report
+
+    found = {}
+    for level in get_args(DeterminismLevel):
+        execution = ExecutionConfig(numerics="checkpoint", determinism=level)
+        promises = report(execution, RuntimeConfig())
+        found[level] = {name: list(held) for name, held in promises.items()}
+    return found
 
 
 def _print_tables(record: dict[str, Any]) -> None:
@@ -36,6 +50,11 @@ def _print_tables(record: dict[str, Any]) -> None:
     _print_rows(console, "environment variables", record["environment_variables"])
     flags = {flag["name"]: flag["value"] for flag in record["numerics_flags"]}
     _print_rows(console, "flags that change numerics", flags)
+    for level, promises in record["determinism"].items():
+        lines = {
+            n: ("held: " if held else "not held: ") + why for n, (held, why) in promises.items()
+        }
+        _print_rows(console, f'determinism="{level}"', lines)
     cache = record["compilation_cache"]
     _print_rows(
         console, "compilation cache", {"directory": cache["directory"], "enabled": cache["enabled"]}

@@ -21,6 +21,8 @@ COMMANDS = {
     "train draft": "Train the draft stages of a checkpoint, the rest frozen.",
     "train temperatures": "Calibrate the confidence of a checkpoint's drafts.",
     "eval": "How often a checkpoint answers held-out items of nano's corpus correctly.",
+    "replay": "Run the request of a run record again and compare what comes out.",
+    "verify": "Whether a checkpoint has the same bits in any batch, chunking, cache and draft.",
     "env": "Versions, devices, flags that matter, and what each extra lacks.",
 }
 

@@ -120,8 +120,12 @@ def lone_runtime(record: "RunRecord") -> "RuntimeConfig":
 
     At level "batch" what is beside a request, cached or drafted changes nothing, so it is left
     out. At other levels it may, so all is as recorded.
+
+    Raises:
+        InputError: an option of the record does not exist here.
     """
     from deepinfer_jax.config.runtime import RuntimeConfig
+    from deepinfer_jax.errors import InputError
 
     options = {name: value for name, value in record.options.items() if value is not None}
     fields: dict[str, Any] = {**record.runtime, **options}
@@ -132,7 +136,10 @@ def lone_runtime(record: "RunRecord") -> "RuntimeConfig":
             del fields[name]
         children = record.request["params"]["n"]
         fields |= {"max_seqs": children, "drafting": False, "prefix_cache": False}
-    return RuntimeConfig(**fields)
+    try:
+        return RuntimeConfig(**fields)
+    except TypeError as error:
+        raise InputError(f"the record was made by another version: {error}") from error
 
 
 def lone_params(record: "RunRecord", runtime: "RuntimeConfig") -> Any:

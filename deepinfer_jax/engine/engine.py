@@ -27,7 +27,7 @@ from deepinfer_jax.engine.output import FinishReason, StreamDelta
 from deepinfer_jax.engine.profile import measured_corrections
 from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.request import Request, RequestFactory
-from deepinfer_jax.engine.results import RoundResult, round_results, take_scores, token_record
+from deepinfer_jax.engine.results import RoundResult, push_tokens, round_results, take_scores
 from deepinfer_jax.engine.scheduler import Scheduler
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.engine.sizes import engine_capacity, engine_limits
@@ -73,6 +73,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
         self._flights: deque[Flight] = deque()
+        self._has_ended = False  # a sequence, since requests that are done were last returned
         self._last_read = 0.0
         self.counters: Counter[str] = Counter()
         self.trace = Trace(clock)
@@ -112,7 +113,7 @@ class Engine:
         request_id: str | None = None,
         sink: Callable[[StreamDelta], None] | None = None,
     ) -> Request:
-        """Queues a request and returns it; `step` runs it.
+        """Queues a request; `step` runs it.
 
         Args:
             ids: of the prompt.
@@ -241,9 +242,7 @@ class Engine:
             now = self.clock()
             self._last_read, busy_since = now, max(self._last_read, flight.dispatched)
             if result.prompt is not None:
-                for chunk in plan.chunks:
-                    if chunk.sequence in self._owner:
-                        take_scores(self._owner[chunk.sequence], chunk, result.prompt)
+                take_scores(self._owner, plan.chunks, result.prompt)
             found = round_results(result.rounds, len(plan.emits))
             self.drafts.add(found[: len(plan.spans)])
             self.scheduler.observe(plan, found, now - busy_since)
@@ -268,14 +267,10 @@ class Engine:
         """Gives a completion its new tokens, up to a stop string."""
         request, output = self._owner[sequence], sequence.output
         request.first_token = request.first_token or now
-        count = sequence.params.logprobs
-        for place, token in enumerate(found.kept, start=found.first):
-            output.push(token, *token_record(step, place, count))
-            self.counters["tokens"] += 1
-            if output.finish_reason is not None:
-                self._end(sequence, output.finish_reason, output.stop_reason)
-                return
-        if found.code == FAILED:
+        self.counters["tokens"] += push_tokens(output, found, step, sequence.params.logprobs)
+        if output.finish_reason is not None:
+            self._end(sequence, output.finish_reason, output.stop_reason)
+        elif found.code == FAILED:
             self._end(sequence, "grammar" if found.status == GRAMMAR else "numerical")
         elif found.code == AT_STOP:
             self._end(sequence, "stop", found.tokens[-1])
@@ -297,6 +292,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
         if sequence.phase is Phase.DONE:
             return
+        self._has_ended = True
         self.scheduler.end(sequence)
         if sequence.output.finish_reason is None:
             sequence.output.end(reason, stop)
@@ -309,8 +305,10 @@ class Engine:
         self.counters[f"finished_{reason}"] += 1
 
     def _finished(self) -> list[Request]:
+        if not self._has_ended:
+            return []
+        self._has_ended, now = False, self.clock()
         done = [request for request in self._requests.values() if request.is_done]
-        now = self.clock() if done else 0.0
         for request in done:
             request.ended = now
             del self._requests[request.request_id]

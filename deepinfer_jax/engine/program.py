@@ -39,13 +39,13 @@ class StepResult:
 
     rounds [S, width]: of each emitter, the words `layout.RESULT`, its tokens (-1 beyond the last)
     and the survivals of its new drafts. chosen: log-probabilities by emitting row; prompt: of the
-    prompt rows' next ids; both are zeros unless asked for. hashes: of the logits, by emitting row;
-    None unless they are recorded.
+    prompt rows' next ids; both are zeros on the device, and None on the host, unless asked for.
+    hashes: of the logits, by emitting row; None unless they are recorded.
     """
 
     rounds: Leaf  # int32 [S, width]
-    chosen: TokenLogprobs
-    prompt: TokenLogprobs
+    chosen: TokenLogprobs | None
+    prompt: TokenLogprobs | None
     hashes: Leaf = None  # uint32 [S * (drafts + 1), 2]
 
 

@@ -1,22 +1,30 @@
 """Results of a step as the host reads them."""
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
 
+from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.layout import RESULT
 from deepinfer_jax.engine.output import TopLogprobs
 from deepinfer_jax.engine.plan import Chunk
 from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.request import Request
+from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import AT_STOP, FAILED
 from deepinfer_jax.record.logit_hash import hash_text
 from deepinfer_jax.sampling.logprobs import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundResult:
-    """What one sequence got: words of `layout.RESULT`, its tokens, survivals of its new drafts."""
+    """What one sequence got: words of `layout.RESULT`, its tokens, survivals of its new drafts.
+
+    survival: None without drafting. Not frozen: that takes three times as long to build, once per
+    token.
+    """
 
     generation: int
     first: int
@@ -26,36 +34,44 @@ class RoundResult:
     accepted: int
     rows: int
     tokens: list[int]
-    survival: np.ndarray
+    survival: np.ndarray | None
 
     @property
     def kept(self) -> list[int]:
         """Tokens that are output: without a stop id, and without the mark of a failed row."""
-        return self.tokens[:-1] if self.code in (AT_STOP, FAILED) else self.tokens
+        return self.tokens[:-1] if self.code == AT_STOP or self.code == FAILED else self.tokens
 
 
 def round_results(rounds: np.ndarray, count: int) -> list[RoundResult]:
     """Returns the results of the first `count` emitters of `program.StepResult.rounds`."""
     words = len(RESULT)
     width = 1 + (rounds.shape[1] - words) // 2
-    survivals = rounds[:count, words + width :].view(np.float32)
-    found = []
-    for row, survival in zip(rounds[:count, : words + width].tolist(), survivals, strict=True):
-        _, generation, first, emitted, code, status, verified, accepted = row[:words]
-        found.append(
-            RoundResult(
-                generation=generation,
-                first=first,
-                code=code,
-                status=status,
-                verified=verified,
-                accepted=accepted,
-                rows=verified + (code >= 0),
-                tokens=row[words : words + emitted],
-                survival=survival,
-            )
-        )
-    return found
+    survivals = rounds[:count, words + width :].view(np.float32) if width > 1 else [None] * count
+    tokens = rounds[:count, words : words + width].tolist()
+    columns = rounds[:count, 1:words].T.tolist()  # by column: rows of words are slow to unpack
+    rows = zip(*columns, tokens, survivals, strict=True)
+    return [
+        RoundResult(name, first, code, status, drafts, accepted, drafts + (code >= 0), ids[:n], s)
+        for name, first, n, code, status, drafts, accepted, ids, s in rows
+    ]
+
+
+def push_tokens(
+    output: CompletionBuilder, found: RoundResult, step: StepResult, count: int | None
+) -> int:
+    """Gives a completion its new tokens, until a stop string is complete; returns how many.
+
+    count: alternatives that its request wants, None without log-probabilities.
+    """
+    is_plain = count is None and step.hashes is None
+    for place, token in enumerate(found.kept, start=found.first):
+        if is_plain:
+            output.push(token)
+        else:
+            output.push(token, *token_record(step, place, count))
+        if output.finish_reason is not None:
+            return place - found.first + 1
+    return len(found.kept)
 
 
 def token_record(
@@ -70,6 +86,7 @@ def token_record(
     if count is None:
         return None, (), logit_hash
     chosen = result.chosen
+    assert chosen is not None
     pairs = zip(
         chosen.top_ids[place, :count].tolist(),
         chosen.top_logprobs[place, :count].tolist(),
@@ -78,11 +95,19 @@ def token_record(
     return float(chosen.logprob[place]), tuple(pairs), logit_hash
 
 
-def take_scores(request: Request, chunk: Chunk, prompt: TokenLogprobs) -> None:
-    """Keeps the scores of a chunk's prompt rows, if its request wants them.
+def take_scores(
+    owner: Mapping[Sequence, Request], chunks: Items[Chunk], prompt: TokenLogprobs
+) -> None:
+    """Keeps the scores of the chunks' prompt rows for the requests that want them.
 
     Row i scores id i + 1, so the last row of the prompt has none.
     """
+    for chunk in chunks:
+        if chunk.sequence in owner:
+            _take_chunk(owner[chunk.sequence], chunk, prompt)
+
+
+def _take_chunk(request: Request, chunk: Chunk, prompt: TokenLogprobs) -> None:
     sequence, scores = chunk.sequence, request.prompt_scores
     stop = min(chunk.stop, sequence.prompt_len - 1)
     late = sequence.generation != chunk.generation

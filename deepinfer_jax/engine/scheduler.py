@@ -228,12 +228,11 @@ class Scheduler:
         bypass = self._bypass(sequence)
         match = None if bypass else cache.match(sequence.root, tokens)
         matched, held = (match.tokens, match.checkpoints) if match else (0, ())
-        prompt = sequence.prompt_len
-        hit = usable_hit(rule, len(tokens), matched, held, prompt=prompt, bypass=bypass)
+        length, prompt = len(tokens), sequence.prompt_len
+        hit = usable_hit(rule, length, matched, held, prompt=prompt, bypass=bypass)
         reused = match.blocks[: hit.length // size] if match else []
-        need = blocks_for(len(tokens), size) - len(reused)
-        room = plan.layout.deltas - len(self._deltas)
-        if len(reused) + need > room:
+        need = blocks_for(length, size) - len(reused)
+        if len(reused) + need > plan.layout.deltas - len(self._deltas):
             return False
         cache.acquire(reused)
         fits = admissible(
@@ -327,21 +326,23 @@ class Scheduler:
         results: of `plan.emits`, in order. Publishes blocks that are full; before anything ends,
         since rows of a sequence that ends here are worth keeping too.
         """
-        rounds = len(plan.spans)
-        rows = plan.prompt_rows
+        rounds, size = len(plan.spans), self.cache.block_tokens
+        rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
         for place, (sequence, generation) in enumerate(plan.emits):
             found = results[place]
-            rows += found.rows if place < rounds else 0
             if sequence.generation != generation:
                 continue  # ended or preempted since
-            sequence.append(found.kept)
-            sequence.planned += len(found.kept) - 1
-            before = sequence.survivals[:1]
-            sequence.survivals = (found.survival, *before) if plan.makes_drafts else ()
+            kept = found.kept
+            sequence.append(kept)
+            sequence.planned += len(kept) - 1
+            if found.survival is not None:
+                before = sequence.survivals[:1]
+                sequence.survivals = (found.survival, *before) if plan.makes_drafts else ()
             if place < rounds:
-                sequence.computed -= plan.spans[place] - len(found.tokens)
-                sequence.written += len(found.tokens)
-                if sequence.written // self.cache.block_tokens > sequence.published:
+                emitted = len(found.tokens)
+                sequence.computed -= plan.spans[place] - emitted
+                sequence.written += emitted
+                if sequence.written // size > sequence.published:
                     self._publish(sequence)
         for chunk in plan.chunks:
             if chunk.sequence.generation == chunk.generation:
@@ -354,7 +355,7 @@ class Scheduler:
     def observe(self, plan: StepPlan, results: Items[RoundResult], seconds: float) -> None:
         """Tells the draft policy how long a step took from when the device was free for it."""
         rounds = len(plan.spans)
-        if rounds:
+        if rounds and self.policy.corrections is not None:
             rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
             context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
             made = plan.makes_drafts

@@ -65,6 +65,13 @@ def _cut_sizes(lab: Lab) -> list[int]:
 def _chunks(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
     sizes = _cut_sizes(lab)
     size, ids = sizes[number % len(sizes)], _sequence(lab, number // len(sizes))
+    edge = 8 * lab.tile
+    if size < lab.tile and 2 * edge < lab.length:  # single rows at both ends are enough
+        calls = chunks(VICTIM, ids[:edge], [size])
+        calls += chunks(VICTIM, ids[:-edge], [lab.length], start=edge)
+        calls += chunks(VICTIM, ids, [size], start=lab.length - edge)
+        detail = f"chunks of {size} at both ends"
+        return lab.schedule(ids, [Open(VICTIM, ids), *calls], detail)
     return lab.schedule(ids, [Open(VICTIM, ids), *chunks(VICTIM, ids, [size])], f"chunks of {size}")
 
 

@@ -1,10 +1,11 @@
-"""The adversarial matrix on the engine: tokens and log-probabilities must be those of a lone run."""
+"""The adversarial matrix on the engine: tokens and log-probabilities of a lone run, bit by bit."""
 
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.config.runtime import RuntimeConfig
@@ -46,8 +47,9 @@ class EngineLab:
         drafting = plan_drafting(self.model, base)
         self.drafts = drafting.size if drafting else 0
         sizes = engine_capacity(lab.config, base, self.drafts)
-        blocks = 1 + sizes.layout.max_blocks + SPARE_BLOCKS
-        budget = sizes.layout.num_slots * sizes.slot_bytes + blocks * sizes.block_bytes
+        self.blocks = sizes.layout.max_blocks + SPARE_BLOCKS
+        budget = sizes.layout.num_slots * sizes.slot_bytes
+        budget += (1 + self.blocks) * sizes.block_bytes  # the null block too
         self.base = replace(base, cache_bytes=budget)
         if self.drafts:
             self.base = replace(self.base, draft_policy="fixed", draft_length=self.drafts)
@@ -142,8 +144,10 @@ class EngineCase:
     setups: Callable[[EngineLab, np.random.Generator], Iterator[Setup]]
     why_not: Callable[[EngineLab], str | None] = lambda _: None
 
-    def run(self, lab: EngineLab, rng: np.random.Generator, runs: int | None) -> CaseRow:
-        """Returns the row of the case; runs: at most so many."""
+    def run(
+        self, lab: EngineLab, rng: np.random.Generator, runs: int | None, locates: bool
+    ) -> CaseRow:
+        """Returns the row of the case; runs: at most so many. locates: find layer and op."""
         reason = self.why_not(lab)
         if reason is not None:
             return CaseRow(name=self.name, skipped=reason)
@@ -151,7 +155,7 @@ class EngineCase:
         for setup in self.setups(lab, rng):
             if runs is not None and found.runs == runs:
                 break
-            _run(lab, setup, found)
+            _run(lab, setup, found, locates)
         counts = (f"{name} {number}" for name, number in found.counts.items())
         return CaseRow(
             name=self.name,
@@ -164,7 +168,7 @@ class EngineCase:
         )
 
 
-def _run(lab: EngineLab, setup: Setup, found: Found) -> None:
+def _run(lab: EngineLab, setup: Setup, found: Found, locates: bool) -> None:
     """Runs one setup and compares every request with its lone run."""
     lone = [lab.alone(kind) for kind in setup.kinds]
     engine, requests = _submitted(lab, setup, lone, None)
@@ -182,7 +186,10 @@ def _run(lab: EngineLab, setup: Setup, found: Found) -> None:
         found.positions += len(places)
         found.wrong += wrong
         if wrong and found.first is None:
-            found.first = _locate(lab, setup, lone, place, wrong[0], found.runs, got, want)
+            where = {}
+            if locates:
+                where = _observed_difference(lab, setup, lone, place, wrong[0])
+            found.first = _difference(setup, place, wrong[0], found.runs, got, want, where)
     found.runs += 1
 
 
@@ -223,37 +230,43 @@ def _force(
     force_drafts(engine, guesses)
 
 
-def _locate(
-    lab: EngineLab,
-    setup: Setup,
-    lone: list[RequestOutput],
-    place: int,
-    position: int,
-    run: int,
-    got: Records,
-    want: Records,
-) -> Difference:
-    """Runs the case and the lone run again, observed, up to the first position that differs."""
-    alone = Setup("alone", {"prefix_cache": False, "async_depth": 0}, [setup.kinds[place]])
-    ids, params = alone.kinds[0]
-    alone = replace(alone, kinds=[(ids, replace(params, max_draft=0))])
+def _observed_difference(
+    lab: EngineLab, setup: Setup, lone: list[RequestOutput], place: int, position: int
+) -> dict[str, Any]:
+    """Runs the case and the lone run again, observed up to the first position that differs."""
+    ids, params = setup.kinds[place]
+    alone = Setup(
+        "alone",
+        {"prefix_cache": False, "async_depth": 0},
+        [(ids, replace(params, max_draft=0))],
+    )
     sides = []
     for one, number in ((setup, place), (alone, 0)):
         seen = _submitted(lab, one, lone if one is setup else [lone[place]], number)[1]
         sides.append(
             {key: {p: v for p, v in rows.items() if p <= position} for key, rows in seen.items()}
         )
-    where, note = first_difference(lab.lab.config, *sides), ""
-    if not where:
-        where = {
-            "op": "token choice or log-probability",
-            "op_position": position,
-            "found": digest(got.get(position, b"")),
-            "lone": digest(want.get(position, b"")),
-        }
-        note = "the network's own values are equal"
+    return first_difference(lab.lab.config, *sides)
+
+
+def _difference(
+    setup: Setup,
+    place: int,
+    position: int,
+    run: int,
+    got: Records,
+    want: Records,
+    where: dict[str, Any],
+) -> Difference:
+    """Returns the difference; where: of `first_difference`, empty if that found or sought none."""
+    outside = {
+        "op": "token choice or log-probability",
+        "op_position": position,
+        "found": digest(got.get(position, b"")),
+        "lone": digest(want.get(position, b"")),
+    }
     detail = f"{setup.detail}, request {place}"
-    return Difference(run=run, detail=detail, position=position, note=note, **where)
+    return Difference(run=run, detail=detail, position=position, **(where or outside))
 
 
 def _network(lab: EngineLab, rng: np.random.Generator, runs: int | None) -> CaseRow:
@@ -264,7 +277,9 @@ def _network(lab: EngineLab, rng: np.random.Generator, runs: int | None) -> Case
         ids, output = kind[0], lab.alone(kind)
         tokens = output.token_ids
         scores = lab.lab.lone((*ids, *tokens))[len(ids) - 1 : -1]
-        expected = np.asarray(core.log_softmax(scores))[np.arange(len(tokens)), list(tokens)]
+        expected = np.asarray(core.log_softmax(jnp.asarray(scores)))[
+            np.arange(len(tokens)), list(tokens)
+        ]
         assert output.logprobs is not None
         for place, (one, other) in enumerate(zip(output.logprobs, expected, strict=True)):
             is_greedy = kind[1].temperature == 0
@@ -318,11 +333,14 @@ def _hits(restore: str) -> Callable[[EngineLab, np.random.Generator], Iterator[S
 
 
 def _preemption(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
-    kinds = lab.requests(rng, 6)
-    ids = lab.lab.sequences[2]
-    long = [(ids[place : len(ids) - 2], params) for place, (_, params) in enumerate(kinds)]
-    yield Setup("longest prompts", {}, long)
-    yield Setup("longest prompts, depth 2", {"async_depth": 2}, long[:4])
+    """Prompts that fill the cache together and share nothing: what they generate does not fit."""
+    each = lab.blocks // SEQS * lab.lab.block - 2
+    kinds = [
+        ((lab.lab.sequences[2][place:] * 2)[:each], params)
+        for place, (_, params) in enumerate(lab.requests(rng, 6))
+    ]
+    yield Setup("outputs outgrow the cache", {}, kinds)
+    yield Setup("outputs outgrow the cache, depth 2", {"async_depth": 2}, kinds[1:5])
 
 
 def _drafts(whose: str) -> Callable[[EngineLab, np.random.Generator], Iterator[Setup]]:
@@ -352,8 +370,10 @@ ALONE = "engine: alone"
 class _Alone(EngineCase):
     """The case that ties the engine's lone run to the network's."""
 
-    def run(self, lab: EngineLab, rng: np.random.Generator, runs: int | None) -> CaseRow:
-        """Returns the row of the case; runs: requests."""
+    def run(
+        self, lab: EngineLab, rng: np.random.Generator, runs: int | None, locates: bool
+    ) -> CaseRow:
+        """Returns the row of the case; runs: requests. There is no layer to look for."""
         return _network(lab, rng, runs)
 
 

@@ -118,9 +118,7 @@ class Lab:
     def lone_schedule(self, ids: Ids, replay: Replay = "off", floor: int = 0) -> Schedule:
         """Returns the lone run: one call, slot 1 of a clean cache, nobody else."""
         actions = [Open(1, ids, floor=floor), Call((Part(1, 0, ids, len(ids)),))]
-        return self.schedule(
-            ids, actions, "alone", poisoned=False, replay=replay, floor=floor
-        )
+        return self.schedule(ids, actions, "alone", poisoned=False, replay=replay, floor=floor)
 
     def lone(self, ids: Ids, replay: Replay = "off", floor: int = 0) -> np.ndarray:
         """Returns the lone run's logits, float32 [len(ids), v]."""
@@ -215,7 +213,11 @@ def kept_rows(call: Call) -> tuple[list[int], list[int]]:
 
 
 def plan_of(
-    config: ModelConfig, schedule: Schedule, call: Call, wanted: list[int], length: int | None = None
+    config: ModelConfig,
+    schedule: Schedule,
+    call: Call,
+    wanted: list[int],
+    length: int | None = None,
 ) -> Plan:
     """Returns the plan of a call. At "batch" all have one length; else the next power of four."""
     rows, tile = _rows(call), config.execution.row_tile

@@ -130,18 +130,13 @@ def locate(
     position: int,
     found: np.ndarray,
     lone: np.ndarray,
+    locates: bool = True,
 ) -> Difference:
-    """Returns where a schedule first leaves the lone run; found, lone: the differing logits."""
-    alone = lab.lone_schedule(schedule.ids, schedule.replay, schedule.floor)
-    length = None
-    if lab.config.execution.determinism == "batch" and schedule.shape == lab.shape:
-        # Shorter plans than the case's own have the same bits and copy less.
-        calls = [one for one in (*schedule.actions, *alone.actions) if isinstance(one, Call)]
-        most = max(sum(len(part.ids) for part in call.parts) for call in calls)
-        length = plan_length(most, lab.tile)
-    where = first_difference(
-        lab.config, observe(lab, schedule, length), observe(lab, alone, length)
-    )
+    """Returns where a schedule first leaves the lone run; found, lone: the differing logits.
+
+    locates: run both again to find layer and op.
+    """
+    where = _observed_difference(lab, schedule) if locates else {}
     note = ""
     if not where:
         where = {
@@ -150,8 +145,20 @@ def locate(
             "found": digest(found.tobytes()),
             "lone": digest(lone.tobytes()),
         }
-        note = "observed layer by layer, all values are equal: the compiled programs differ"
+        if locates:
+            note = "observed layer by layer, all values are equal: the compiled programs differ"
     return Difference(run=run, detail=schedule.detail, position=position, note=note, **where)
+
+
+def _observed_difference(lab: Lab, schedule: Schedule) -> dict[str, Any]:
+    alone = lab.lone_schedule(schedule.ids, schedule.replay, schedule.floor)
+    length = None
+    if lab.config.execution.determinism == "batch" and schedule.shape == lab.shape:
+        # Shorter plans than the case's own have the same bits and copy less.
+        calls = [one for one in (*schedule.actions, *alone.actions) if isinstance(one, Call)]
+        most = max(sum(len(part.ids) for part in call.parts) for call in calls)
+        length = plan_length(most, lab.tile)
+    return first_difference(lab.config, observe(lab, schedule, length), observe(lab, alone, length))
 
 
 @partial(jax.jit, static_argnames=("config", "names"), donate_argnames="state")

@@ -101,15 +101,10 @@ class Report:
             f"{self.versions[0]}, seed {self.seed}",
             title_justify="left",
         )
-        for name, justify in (
-            ("case", "left"),
-            ("runs", "right"),
-            ("positions", "right"),
-            ("differing", "right"),
-            ("s", "right"),
-            ("", "left"),
-        ):
-            table.add_column(name, justify=justify, overflow="fold")
+        table.add_column("case", overflow="fold")
+        for name in ("runs", "positions", "differing", "s"):
+            table.add_column(name, justify="right")
+        table.add_column("", overflow="fold")
         for row in self.rows:
             table.add_row(*_cells(row))
         return table

@@ -2,19 +2,20 @@
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 
 import jax
 import numpy as np
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.errors import ConfigError, InputError
+from deepinfer_jax.errors import InputError
 from deepinfer_jax.invariance.cases import NETWORK_CASES, NetworkCase, Skip
 from deepinfer_jax.invariance.control import CONTROL, flipped
 from deepinfer_jax.invariance.engine_cases import ENGINE_CASES, EngineCase, EngineLab
 from deepinfer_jax.invariance.network import Lab, bits, execute
-from deepinfer_jax.invariance.observe import locate
+from deepinfer_jax.invariance.observe import locate as find_difference
 from deepinfer_jax.invariance.report import MOST_POSITIONS, CaseRow, Difference, Report
 from deepinfer_jax.invariance.schedule import Schedule
 from deepinfer_jax.loading import Model
@@ -32,6 +33,7 @@ def verify_invariance(
     cases: Sequence[str] | None = None,
     seed: int = 0,
     budget_s: float | None = None,
+    locate: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Returns whether a sequence has the same bits in all company, and where it has not.
@@ -47,6 +49,7 @@ def verify_invariance(
         cases: names out of `CASES`, "NAME=RUNS" for another number of runs; None is all.
         seed: of tokens and of everything random in the cases.
         budget_s: seconds after which no further case begins; those are listed as skipped.
+        locate: where bits differ, find the layer and the operation, which compiles once more.
         progress: called with the name of each case before it runs.
 
     Raises:
@@ -65,7 +68,7 @@ def verify_invariance(
         if progress is not None:
             progress(name)
         started = time.perf_counter()
-        row = _run(lab, engines, name, runs, seed)
+        row = _run(lab, engines, name, runs, seed, locate)
         rows.append(replace(row, seconds=time.perf_counter() - started))
     device = jax.devices()[0]
     execution = model.config.execution
@@ -74,7 +77,7 @@ def verify_invariance(
         level=execution.determinism,
         numerics=execution.numerics,
         device=f"{device.platform} {device.device_kind}".strip(),
-        versions=(jax.__version__, jax.lib.__version__),
+        versions=(jax.__version__, version("jaxlib")),
         seed=seed,
         seconds=time.perf_counter() - begin,
         rows=tuple(rows),
@@ -100,7 +103,9 @@ def select_cases(names: Sequence[str] | None) -> list[tuple[str, int | None]]:
     return [(name, wanted[name]) for name in CASES if name in wanted]
 
 
-def _run(lab: Lab, engines: EngineLab, name: str, runs: int | None, seed: int) -> CaseRow:
+def _run(
+    lab: Lab, engines: EngineLab, name: str, runs: int | None, seed: int, locates: bool
+) -> CaseRow:
     if name == MESH:
         return _mesh()
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
@@ -108,21 +113,21 @@ def _run(lab: Lab, engines: EngineLab, name: str, runs: int | None, seed: int) -
         return _control(lab, rng)
     for case in ENGINE_CASES:
         if case.name == name:
-            return case.run(engines, rng, runs)
+            return case.run(engines, rng, runs, locates)
     (case,) = (case for case in NETWORK_CASES if case.name == name)
     found = case.count(lab)
     if isinstance(found, Skip):
         return CaseRow(name=name, skipped=found.reason)
-    return _compare(lab, name, list(replace(case, runs=runs).schedules(lab, rng)))
+    return _compare(lab, name, replace(case, runs=runs).schedules(lab, rng), locates)
 
 
-def _compare(lab: Lab, name: str, schedules: Sequence[Schedule]) -> CaseRow:
+def _compare(lab: Lab, name: str, schedules: Iterable[Schedule], locates: bool) -> CaseRow:
     """Runs schedules; the first one that differs is looked into."""
-    compared, wrong, first = 0, [], None
+    runs, compared, wrong, first = 0, 0, [], None
     for number, schedule in enumerate(schedules):
         lone = lab.lone(schedule.ids, schedule.replay, schedule.floor)
         found = execute(lab, schedule)
-        compared += len(found)
+        runs, compared = runs + 1, compared + len(found)
         differing = []
         for position, row in found:
             expected = lone[position - schedule.floor]
@@ -131,12 +136,18 @@ def _compare(lab: Lab, name: str, schedules: Sequence[Schedule]) -> CaseRow:
         wrong += [position for position, _, _ in differing]
         if differing and first is None:
             position, row, expected = min(differing, key=lambda one: one[0])
-            first = locate(
-                lab, schedule, run=number, position=position, found=row, lone=expected
+            first = find_difference(
+                lab,
+                schedule,
+                run=number,
+                position=position,
+                found=row,
+                lone=expected,
+                locates=locates,
             )
     return CaseRow(
         name=name,
-        runs=len(schedules),
+        runs=runs,
         positions=compared,
         differing=len(wrong),
         first=first,

@@ -16,7 +16,16 @@ from deepinfer_jax.errors import InputError
 FORMAT = "deepinfer-jax run record"
 FORMAT_VERSION = 1
 Section = dict[str, Any]
-_SECTIONS = (*("environment", "model", "execution", "promises", "options", "runtime", "request"),)
+#: Sections, and what a reader needs of each.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "environment": (),
+    "model": ("source", "config", "weights_sha256"),
+    "execution": ("numerics", "determinism", "kernels"),
+    "promises": (),
+    "options": (),
+    "runtime": (),
+    "request": ("prompt_token_ids", "params"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +102,15 @@ def read_record(path: str | Path) -> RunRecord:
             f"{version!r}: upgrade deepinfer-jax"
         )
     try:
-        sections = {name: dict(found[name]) for name in _SECTIONS}
+        sections = {name: dict(found[name]) for name in _FIELDS}
+        for name, fields in _FIELDS.items():
+            missing = [field for field in fields if field not in sections[name]]
+            if missing:
+                raise ValueError(f"{name} has no {missing[0]}")
         outputs = tuple(map(_read_output, found.get("outputs") or ()))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path} is damaged: a run record has the objects {', '.join(_SECTIONS)} and a list "
+            f"{path} is damaged: a run record has the objects {', '.join(_FIELDS)} and a list "
             f"of outputs ({type(error).__name__}: {error})"
         ) from error
     return RunRecord(**sections, outputs=outputs)

@@ -65,7 +65,7 @@ _ALONE: dict[tuple[Any, ...], RequestOutput] = {}
 def alone(
     ids: Any, params: di.SamplingParams, *, runtime: di.RuntimeConfig = BASE, numerics="float32"
 ) -> RequestOutput:
-    """Returns the result in a fresh engine without prefix cache and drafts, at depth 0; memoised."""
+    """Returns the result in a fresh engine without prefix cache, drafts and depth; memoised."""
     runtime = replace(runtime, prefix_cache=False, async_depth=0, drafting=False)
     params = replace(params, max_draft=None)
     key = (tuple(ids), repr(params), repr(runtime), numerics)

@@ -1,0 +1,86 @@
+"""What every level promises, on which device, with which options, and that batch is enforced."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import deepinfer_jax as di
+from deepinfer_jax.determinism import PROMISES, promises, require_level
+from tests.golden.network import TINY, tiny_config
+
+BATCH = di.ExecutionConfig()
+PLAIN = di.RuntimeConfig()
+
+
+def held(execution=BATCH, runtime=PLAIN, *, platform="cpu", xla_flags="", has_drafts=True):
+    """Returns the promises that hold."""
+    found = promises(
+        execution, runtime, has_drafts=has_drafts, platform=platform, xla_flags=xla_flags
+    )
+    assert tuple(found) == PROMISES
+    assert all(reason for _, reason in found.values())
+    return {name for name, (is_held, _) in found.items() if is_held}
+
+
+def test_levels_on_cpu():
+    assert held() == {"D0", "D1", "D2", "D3", "D4"}
+    assert held(replace(BATCH, determinism="run")) == {"D0"}
+    assert held(replace(BATCH, determinism="off")) == set()
+
+
+@pytest.mark.parametrize(
+    ("xla_flags", "found"),
+    [
+        ("", set()),
+        ("--xla_gpu_deterministic_ops=true", set()),
+        ("--xla_gpu_deterministic_ops=false --xla_gpu_autotune_level=0", set()),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0", {"D0"}),
+        ("--xla_gpu_exclude_nondeterministic_ops --xla_gpu_load_autotune_results_from=x", {"D0"}),
+    ],
+)
+def test_level_run_on_a_gpu_needs_flags(xla_flags, found):
+    run = replace(BATCH, determinism="run")
+    assert held(run, platform="gpu", xla_flags=xla_flags) == found
+
+
+def test_batch_holds_nothing_where_it_cannot_be_held():
+    assert held(platform="gpu") == set()
+    assert held(xla_flags="--xla_cpu_enable_fast_math=true") == set()
+
+
+def test_options_decide_the_promises_they_touch():
+    bounded = di.RuntimeConfig(prefix_restore="bounded")
+    assert held(BATCH, bounded) == {"D0", "D1", "D2", "D4"}
+    assert "D3" in held(BATCH, replace(bounded, prefix_cache=False))
+    found = {
+        drafting: promises(
+            BATCH,
+            di.RuntimeConfig(drafting=drafting, replay="mask"),
+            has_drafts=True,
+            platform="cpu",
+            xla_flags="",
+        )
+        for drafting in (None, False)
+    }
+    assert found[False]["D4"] == (True, "nothing is drafted")
+    assert "exact" in found[None]["D4"][1]
+    assert "replay=mask" in found[None]["D2"][1]
+
+
+def test_the_report_of_a_model_is_that_of_its_config():
+    model = SimpleNamespace(config=tiny_config())
+    found = di.determinism_report(model, di.RuntimeConfig(replay="compact"))
+    assert {name for name, (is_held, _) in found.items() if is_held} == {*PROMISES} - {"D5"}
+    assert di.determinism_report(model)["D2"] != found["D2"]
+
+
+def test_a_level_that_cannot_be_held_raises(monkeypatch):
+    with pytest.raises(di.ConfigError, match=r"D3.*bounded.*checkpoint"):
+        require_level(BATCH, di.RuntimeConfig(prefix_restore="bounded"))
+    with pytest.raises(di.ConfigError, match=r"D3.*bounded"):
+        di.LLM(TINY, runtime=di.RuntimeConfig(prefix_restore="bounded")).generate([[5]])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_experimental_enable_split_k_rewrite=true")
+    with pytest.raises(di.ConfigError, match=r"D0.*split_k_rewrite"):
+        require_level(BATCH)
+    require_level(replace(BATCH, determinism="run"))
