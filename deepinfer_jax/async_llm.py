@@ -19,6 +19,7 @@ from deepinfer_jax.chat.messages import Messages
 from deepinfer_jax.chat.parse import ChatDelta, ChatParser
 from deepinfer_jax.chat.session import prepare_chat, read_delta, stream_params
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
 from deepinfer_jax.engine.request import Request, RequestFactory
@@ -69,11 +70,13 @@ class AsyncLLM:
     ) -> None:
         """Loads the source unless it is a `Model` already."""
         self._llm = LLM(source, runtime=runtime, **load_options)
+        drafting = plan_drafting(self.model, self._llm.runtime)
         self._factory = RequestFactory(
             config=self.model.config,
             runtime=self._llm.runtime,
             tokenizer=self.model.tokenizer,
             max_len=self._llm.max_len,
+            drafts=drafting.size if drafting else 0,
         )
         self._names = count()
         self._inbox: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()

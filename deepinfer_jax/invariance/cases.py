@@ -93,14 +93,12 @@ def _slots(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
 
 
 def _poisoned(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
-    """One-go prefill on garbage, then the same slot on what it has left behind itself."""
+    """On garbage, or in a slot that another has used; the first rows before others are written."""
     ids, other = _sequence(lab, number), _sequence(lab, number + 1)
-    actions: list[Action] = [Open(VICTIM, ids), *chunks(VICTIM, ids, [lab.length])]
+    actions: list[Action] = [Open(VICTIM, ids), *chunks(VICTIM, ids, [1, 2, lab.length])]
     if number % 2:
-        used = [Open(VICTIM, other), *chunks(VICTIM, other, [lab.length])]
-        for call in [one for one in used if isinstance(one, Call)]:
-            used[used.index(call)] = _uncompared(call)
-        return lab.schedule(ids, used + actions, "a slot used before")
+        used = [Open(VICTIM, other), *map(_uncompared, chunks(VICTIM, other, [lab.length]))]
+        return lab.schedule(ids, [*used, *actions], "a slot used before")
     return lab.schedule(ids, actions, "NaN in all free slots and blocks")
 
 
@@ -232,9 +230,10 @@ def _replay(mode: str) -> Make:
     def make(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
         ids = _sequence(lab, number)
         floor = lab.floor(ids, mode)  # pyright: ignore[reportArgumentType]
-        sizes = [[lab.tile + 1], [1], _random_sizes(lab, rng)][number % 3]
+        cut = lab.length - lab.tile - 1  # the last rows one by one, or as they come
+        sizes = [[lab.tile + 1], [cut, 1], _random_sizes(lab, rng)][number % 3]
         actions = [Open(VICTIM, ids, floor=floor), *chunks(VICTIM, ids, sizes)]
-        detail = f"decoder rows from {floor}, chunks of {sizes[0]}"
+        detail = f"decoder rows from {floor}, chunks of {sizes[0]}, {sizes[-1]}"
         return lab.schedule(ids, actions, detail, replay=mode, floor=floor)
 
     return make
@@ -274,7 +273,7 @@ def _always(count: int) -> Callable[[Lab], int | Skip]:
 
 def _halo_count(lab: Lab) -> int | Skip:
     rows = lab.rule("off", "halo").recomputed_rows
-    return 2 if lab.has_halo else Skip(f"{rows} rows to rebuild are too many here")
+    return 1 if lab.has_halo else Skip(f"{rows} rows to rebuild are too many here")
 
 
 def _replay_count(lab: Lab) -> int | Skip:

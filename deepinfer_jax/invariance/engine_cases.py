@@ -53,6 +53,9 @@ class EngineLab:
         self.base = replace(base, cache_bytes=budget)
         if self.drafts:
             self.base = replace(self.base, draft_policy="fixed", draft_length=self.drafts)
+        # Of many cases, so that their lone runs are shared.
+        kinds = self.requests(np.random.default_rng(lab.seed), 4)
+        self.few = [(ids[: lab.block + 5 + place], one) for place, (ids, one) in enumerate(kinds)]
         self._lone: dict[str, RequestOutput] = {}
         self._engine: Engine | None = None
 
@@ -314,13 +317,12 @@ def _together(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
 
 def _depths(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
     for depth in (0, 1, 2):
-        yield Setup(f"depth {depth}", {"async_depth": depth}, lab.requests(rng, 5))
+        yield Setup(f"depth {depth}", {"async_depth": depth}, lab.few)
 
 
 def _budgets(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
     for rows in (1, 7, 13):
-        kinds = [(ids[: lab.lab.block + 9], params) for ids, params in lab.requests(rng, 4)]
-        yield Setup(f"{rows} rows a step", {"max_tokens_per_step": rows}, kinds)
+        yield Setup(f"{rows} rows a step", {"max_tokens_per_step": rows}, lab.few)
 
 
 def _hits(restore: str) -> Callable[[EngineLab, np.random.Generator], Iterator[Setup]]:
@@ -346,8 +348,7 @@ def _preemption(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
 def _drafts(whose: str) -> Callable[[EngineLab, np.random.Generator], Iterator[Setup]]:
     def setups(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
         for length in range(lab.drafts + 1):
-            kinds = [(ids[: lab.lab.block + 5], params) for ids, params in lab.requests(rng, 4)]
-            yield Setup(f"{length} drafts, {whose}", {"draft_length": length}, kinds, whose)
+            yield Setup(f"{length} drafts, {whose}", {"draft_length": length}, lab.few, whose)
 
     return setups
 

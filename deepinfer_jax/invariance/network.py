@@ -69,7 +69,7 @@ class Lab:
         longest = max(self.length, self.halo_length if self.has_halo else 0)
         rows = plan_length(longest, self.tile)
         self.shape = Shape(rows=rows, slots=SLOTS, tokens=longest, block_tokens=self.block)
-        self.rng = np.random.default_rng(seed)
+        self.seed, self.rng = seed, np.random.default_rng(seed)
         self.sequences = [self.text(self.length) for _ in range(4)]
         self.sequences.append((self.text(7) * self.length)[: self.length])
         self._lone: dict[tuple[Ids, Replay, int], np.ndarray] = {}

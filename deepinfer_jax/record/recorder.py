@@ -32,14 +32,15 @@ class Recorder:
     @cached_property
     def facts(self) -> dict[str, Section]:
         """The sections that all records of the engine share, without the hash of the weights."""
-        config, source = describe_config(self._config), Path(self._source)
+        config, folder = describe_config(self._config), Path(self._source)
+        is_folder = self._source != "nano" and folder.exists()
         options, runtime = _options(self._config, self._runtime)
         has_drafts = self._config.draft is not None
         promises = report(self._config.execution, self._runtime, has_drafts=has_drafts)
         return {
             "environment": provenance(),
             "model": {
-                "source": str(source.resolve()) if source.exists() else self._source,
+                "source": str(folder.resolve()) if is_folder else self._source,
                 "config": config,
                 "config_sha256": json_hash(config),
             },

@@ -77,8 +77,7 @@ def test_wrong_drafts_cost_rows_and_nothing_else(undrafted, params):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("policy", [{}, SCHEDULED, THRESHOLD], ids=["all", "scheduled", "half"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("policy", "depth"), [({}, 0), (SCHEDULED, 1), (THRESHOLD, 1)])
 def test_own_drafts_change_nothing(undrafted, policy, params, depth):
     engine = Engine(nano(), replace(NANO, async_depth=depth, **policy))
     some = [prompts(task)[0] for task in ("story", "question", "extraction", "arithmetic", "talk")]
