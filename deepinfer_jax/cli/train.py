@@ -43,6 +43,10 @@ def train(
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 100,
     index_loss: Annotated[float, typer.Option(min=0, help="Weight of the indexers' KL.")] = 0.1,
+    rounded: Annotated[
+        bool,
+        typer.Option("--rounded", help="Round activations as checkpoint arithmetic does."),
+    ] = False,
     remat: Annotated[
         bool, typer.Option(help="Recompute layers in the backward pass; less memory, slower.")
     ] = True,
@@ -101,7 +105,7 @@ def train(
         steps=steps,
         peak_rate=lr,
         warmup_steps=warmup,
-        loss=LossSettings(index_coefficient=index_loss, remat=remat),
+        loss=LossSettings(index_coefficient=index_loss, remat=remat, rounded=rounded),
     )
     token_map = data_files.packed_token_map(packed, config.vocab_size)
     notes = {"seed": seed, "data": data.name, "batch": batch, "length": length}

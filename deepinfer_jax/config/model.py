@@ -7,7 +7,9 @@ and checked by `config.hf`; a `ModelConfig` is usable as a static argument of `j
 from dataclasses import dataclass, field
 from typing import Literal
 
-NumericsMode = Literal["checkpoint", "float32"]
+#: "training" is "checkpoint" with float32 in the place of codes and the derivative of the identity
+#: at every rounding point; no `load` gives it.
+NumericsMode = Literal["checkpoint", "float32", "training"]
 DeterminismLevel = Literal["off", "run", "batch"]
 Replay = Literal["off", "mask", "compact"]
 DraftHead = Literal["markov", "rnn", "none"]

@@ -119,12 +119,14 @@ def every_expert(
     """
     count, width, dim = experts.w1.shape
     up_shape = (count * width, dim)
-    gate = jnp.minimum(ops.contract(x, experts.w1.reshape(up_shape)), moe.swiglu_limit)
-    up = ops.contract(x, experts.w3.reshape(up_shape))
+    gate = ops.bf16(ops.contract(x, experts.w1.reshape(up_shape)))
+    gate = jnp.minimum(gate, moe.swiglu_limit)
+    up = ops.bf16(ops.contract(x, experts.w3.reshape(up_shape)))
     up = jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
     chosen = ids[:, :, None] == jnp.arange(count)
     weight = jnp.where(chosen, weights[:, :, None], 0.0).sum(axis=1)
     active = jax.nn.silu(gate) * up * jnp.repeat(weight, width, axis=1)
+    active = ops.q8(ops.bf16(active))
     return ops.contract(active, experts.w2.swapaxes(0, 1).reshape(dim, count * width))
 
 

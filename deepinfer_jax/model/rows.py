@@ -5,11 +5,17 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.numerics.straight_through import straight_through
 from pallas_kernels import core
 
 
 def _rounded(config: ModelConfig) -> bool:
     return config.execution.numerics == "checkpoint"
+
+
+def _faked(config: ModelConfig) -> bool:
+    """Says whether rows are kept as float32 at the values that their bytes would have."""
+    return config.execution.numerics == "training"
 
 
 def window_row(config: ModelConfig) -> tuple[int, jnp.dtype]:
@@ -38,6 +44,8 @@ def index_row(config: ModelConfig) -> tuple[tuple[int, jnp.dtype], int]:
 
 def encode_window(config: ModelConfig, row: Float[Array, "*b c"]) -> Shaped[Array, "*b w"]:
     """Returns the stored form of window rows."""
+    if _faked(config):
+        return straight_through(core.fake_q8, row)
     if not _rounded(config):
         return row
     return jnp.concatenate(core.quantize_q8(row), axis=-1)
@@ -53,6 +61,8 @@ def decode_window(config: ModelConfig, stored: Shaped[Array, "*b w"]) -> Float[A
 
 def encode_main(config: ModelConfig, row: Float[Array, "*b c"]) -> Shaped[Array, "*b w"]:
     """Returns the stored form of compressed rows."""
+    if _faked(config) and config.attention.use_fp4_sparse_kv:
+        return straight_through(core.fake_q4n, row)
     if _rounded(config) and config.attention.use_fp4_sparse_kv:
         return jnp.concatenate(core.quantize_q4n(row), axis=-1)
     return encode_window(config, row)
@@ -70,6 +80,8 @@ def encode_index(
     config: ModelConfig, key: Float[Array, "*b c"]
 ) -> tuple[Shaped[Array, "*b w"], Array | None]:
     """Returns data and scales of index keys; scales None in float32."""
+    if _faked(config):
+        return straight_through(core.fake_q4m, key), None
     if not _rounded(config):
         return key, None
     return core.quantize_q4m(key)

@@ -4,6 +4,7 @@ No arithmetic of its own: `core` holds the fixed-order primitives, `stock` the X
 `determinism="off"` and `"run"`. Functions are looked up at call time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from deepinfer_jax.config.model import ExecutionConfig
+from deepinfer_jax.numerics.straight_through import straight_through
 from pallas_kernels import core
 from pallas_kernels.core import stock
 
@@ -22,8 +24,8 @@ Weight = Any  # jax.Array or core.QuantArray
 class Ops:
     """Primitives of one (level, numerics) pair. All activations are float32 arrays.
 
-    `rounded` is `numerics="checkpoint"`: `bf16`, `q8`, `q4m` and `q4n` are the rounding points of
-    model.md 7.3. With `numerics="float32"` they are identities. `training` excludes both.
+    `rounded`: `bf16`, `q8` and `q4m` are the rounding points of model.md 7.3, in training with the
+    derivative of the identity. Otherwise (`numerics="float32"`) they are identities.
     """
 
     fixed_order: bool
@@ -89,20 +91,27 @@ class Ops:
 
     def bf16(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The one BF16 rounding point (model.md 3.2)."""
-        return core.round_bf16(x) if self.rounded else x
+        return self._round(core.round_bf16, x)
 
     def q8(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Activation quantiser before FP8 and FP4 products, dequantised."""
-        return core.fake_q8(x) if self.rounded else x
+        return self._round(core.fake_q8, x)
 
     def q4m(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """MXFP4 quantiser of indexer queries, dequantised."""
-        return core.fake_q4m(x) if self.rounded else x
+        return self._round(core.fake_q4m, x)
+
+    def _round(self, rounding: Callable[[Array], Array], x: Array) -> Array:
+        if not self.rounded:
+            return x
+        return straight_through(rounding, x) if self.training else rounding(x)
 
 
 @lru_cache(maxsize=16)
 def ops_for(execution: ExecutionConfig) -> Ops:
     """Returns the primitives of an execution config."""
     return Ops(
-        fixed_order=execution.determinism == "batch", rounded=execution.numerics == "checkpoint"
+        fixed_order=execution.determinism == "batch",
+        rounded=execution.numerics != "float32",
+        training=execution.numerics == "training",
     )

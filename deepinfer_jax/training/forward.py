@@ -23,20 +23,23 @@ from deepinfer_jax.numerics.ops import Ops, ops_for
 BLOCK_TOKENS = 128
 
 
-def training_config(config: ModelConfig) -> ModelConfig:
+def training_config(config: ModelConfig, *, rounded: bool = False) -> ModelConfig:
     """Returns the config as training runs it: float32, stock XLA.
+
+    rounded: with the rounding points of checkpoint arithmetic, straight through.
 
     Raises:
         ConfigError: not a V4.1 model.
     """
     if config.model_type != "deepseek_v41":
         raise ConfigError(f"training supports deepseek_v41 only, got {config.model_type!r}")
-    return replace(config, execution=ExecutionConfig(numerics="float32", determinism="off"))
+    numerics = "training" if rounded else "float32"
+    return replace(config, execution=ExecutionConfig(numerics=numerics, determinism="off"))
 
 
-def training_ops(config: ModelConfig) -> Ops:
-    """Returns the primitives that training computes with; errors as `training_config`."""
-    return replace(ops_for(training_config(config).execution), training=True)
+def training_ops(config: ModelConfig, *, rounded: bool = False) -> Ops:
+    """Returns the primitives that training computes with; arguments as `training_config`."""
+    return replace(ops_for(training_config(config, rounded=rounded).execution), training=True)
 
 
 def training_forward(
@@ -46,6 +49,7 @@ def training_forward(
     *,
     collect: tuple[str, ...] = (),
     remat: bool = True,
+    rounded: bool = False,
 ) -> tuple[Float[Array, "b t d"], dict[str, Array]]:
     """Returns (final normed hidden rows, observations [layers, b, t, ..]) of whole sequences.
 
@@ -55,8 +59,9 @@ def training_forward(
         ids: Token ids, every row a sequence from position 0.
         collect: Names of `apply_layer`'s observations.
         remat: Recompute each layer in the backward pass instead of keeping its intermediates.
+        rounded: As in `training_config`.
     """
-    config = training_config(config)
+    config = training_config(config, rounded=rounded)
     batch, length = ids.shape
     blocks = -(-length // BLOCK_TOKENS)
     layout = CacheLayout(
@@ -74,7 +79,7 @@ def training_forward(
         valid=jnp.ones((batch * length,), bool),
     )
     _, hidden, seen = network.run_tile(
-        training_ops(config),
+        training_ops(config, rounded=rounded),
         config,
         params,
         empty_cache(config, layout),  # pyright: ignore[reportArgumentType]

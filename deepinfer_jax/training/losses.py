@@ -24,13 +24,15 @@ class LossSettings:
 
     index_coefficient: weight of the indexers' KL. remat: recompute layers in the backward pass.
     logit_rows: rows whose logits are held at once. is_quantised: parameters count at their stored
-    values; False (plain float32) is for gradient checks and ablations.
+    values; False (plain float32) is for gradient checks and ablations. rounded: activations are
+    rounded as in checkpoint arithmetic, so that both arithmetics choose the same tokens.
     """
 
     index_coefficient: float = 0.1
     remat: bool = True
     logit_rows: int = 16384
     is_quantised: bool = True
+    rounded: bool = False
 
 
 def total_loss(
@@ -51,7 +53,9 @@ def total_loss(
     """
     stored = quantised_params(params, config) if settings.is_quantised else params
     collect = ("expert_ids", "index_loss") if settings.index_coefficient else ("expert_ids",)
-    hidden, seen = training_forward(stored, config, ids, collect=collect, remat=settings.remat)
+    hidden, seen = training_forward(
+        stored, config, ids, collect=collect, remat=settings.remat, rounded=settings.rounded
+    )
     # The last row predicts nothing here: weight 0 instead of a length that is no power of two.
     targets = jnp.roll(ids, -1, axis=1)
     weights = jnp.roll(weights, -1, axis=1).at[:, -1].set(0.0)

@@ -7,7 +7,6 @@ arithmetic, in prefill, decode and verification alike.
 
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -64,11 +63,12 @@ def attend_at_once(
         for keys, valid in parts
     ]
     sinks = jnp.broadcast_to(sink[None, :, None], (*q.shape[:2], 1))
-    weight = jax.nn.softmax(jnp.concatenate([sinks, *scores], axis=2), axis=2)[:, :, 1:]
+    joined = jnp.concatenate([sinks, *scores], axis=2)
+    weight = jnp.exp(joined - lax.stop_gradient(joined.max(axis=2, keepdims=True)))
     borders = np.cumsum([keys.shape[1] for keys, _ in parts])[:-1]
-    split = jnp.split(weight, borders, axis=2)
+    split = jnp.split(ops.bf16(weight[:, :, 1:]), borders, axis=2)
     values = [ops.contract_values(one, keys) for one, (keys, _) in zip(split, parts, strict=True)]
-    return sum(values[1:], values[0])
+    return sum(values[1:], values[0]) / weight.sum(axis=2)[:, :, None]
 
 
 def attend_blocks(
