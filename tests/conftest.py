@@ -1,5 +1,6 @@
 """Options, environment and fixtures shared by all tests."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -49,3 +50,17 @@ def root() -> Path:
 def fixtures_dir() -> Path:
     """The golden files; their README says what each holds and at which tolerance it is compared."""
     return ROOT / "tests" / "fixtures"
+
+
+#: Compiled programs are memory mappings, and Linux allows a process 65,530: beyond them XLA aborts.
+MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mappings_stay_few():
+    """Forgets compiled programs after a file of tests, once there are many."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

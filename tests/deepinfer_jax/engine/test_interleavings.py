@@ -162,5 +162,5 @@ def test_every_long_interleaving_of_rounds_conserves_and_finishes(monkeypatch, a
     make = small_engines(monkeypatch, async_depth=async_depth, **options)
     met = explore(make, 8, LONGER)
     print(f"depth {async_depth}, {blocks} blocks, {DRAFTS} drafts: {dict(met)}")
-    assert met["words"] > 1000
+    assert met["words"] > 500
     assert met["verified"] > met["accepted"] > met["stopped"] > 0
