@@ -19,10 +19,9 @@ from deepinfer_jax.chat.messages import Messages
 from deepinfer_jax.chat.parse import ChatDelta, ChatParser
 from deepinfer_jax.chat.session import prepare_chat, read_delta, stream_params
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
-from deepinfer_jax.engine.request import Request, RequestFactory
+from deepinfer_jax.engine.request import Request, request_factory
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.errors import DeepInferError, InputError
 from deepinfer_jax.llm import LLM, Prompt
@@ -70,14 +69,7 @@ class AsyncLLM:
     ) -> None:
         """Loads the source unless it is a `Model` already."""
         self._llm = LLM(source, runtime=runtime, **load_options)
-        drafting = plan_drafting(self.model, self._llm.runtime)
-        self._factory = RequestFactory(
-            config=self.model.config,
-            runtime=self._llm.runtime,
-            tokenizer=self.model.tokenizer,
-            max_len=self._llm.max_len,
-            drafts=drafting.size if drafting else 0,
-        )
+        self._factory = request_factory(self.model, self._llm.runtime)
         self._names = count()
         self._inbox: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
         # Guards the next five. With it, no message comes after the None that ends the worker.

@@ -20,7 +20,7 @@ HEAVY = {"orbax", "optax", "tokenizers", "deepseek_recipe", "llguidance", "huggi
 
 # A module of deepinfer_jax imports only from its own row or a row above (architecture.md 2).
 ORDER = (
-    ("errors", "config", "environment"),
+    ("errors", "config", "environment", "pictures"),
     ("numerics", "backends", "determinism"),
     ("checkpoint", "model"),
     ("cache", "sampling", "grammar", "speculative", "loading", "record"),

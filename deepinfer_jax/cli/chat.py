@@ -3,9 +3,11 @@
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from deepinfer_jax.cli.options import DeterminismOption, ModelOption, NumericsOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,9 +22,7 @@ _CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if c
 
 
 def chat(
-    model: Annotated[
-        str, typer.Option(help='A checkpoint folder, a hub id, or "nano" (embedded).')
-    ] = "nano",
+    model: ModelOption = "nano",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     thinking: Annotated[bool, typer.Option(help="Let the model reason before it answers.")] = True,
     effort: Annotated[
@@ -34,13 +34,8 @@ def chat(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Random seed; drawn and shown if not given.")
     ] = None,
-    numerics: Annotated[
-        Literal["checkpoint", "float32"],
-        typer.Option(help="The checkpoint's rounding points, or plain float32."),
-    ] = "checkpoint",
-    determinism: Annotated[
-        Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
-    ] = "batch",
+    numerics: NumericsOption = "checkpoint",
+    determinism: DeterminismOption = "batch",
 ) -> None:
     """Conversation with a model.
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from deepinfer_jax.cli.options import DeterminismOption, ModelArgument, NumericsOption
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -18,16 +20,9 @@ if TYPE_CHECKING:
 
 
 def eval(
-    model: Annotated[
-        str, typer.Argument(help='A checkpoint folder, a hub id, or "nano" (embedded).')
-    ] = "nano",
-    numerics: Annotated[
-        Literal["checkpoint", "float32"],
-        typer.Option(help="The checkpoint's rounding points, or plain float32."),
-    ] = "checkpoint",
-    determinism: Annotated[
-        Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
-    ] = "batch",
+    model: ModelArgument = "nano",
+    numerics: NumericsOption = "checkpoint",
+    determinism: DeterminismOption = "batch",
     tasks: Annotated[
         str | None,
         typer.Option(help="Rows or tasks, as in story,needle-1k,loops,perplexity; all by default."),

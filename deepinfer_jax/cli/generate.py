@@ -5,13 +5,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deepinfer_jax.cli.options import (
     RUNTIME,
     SAMPLING,
+    BosOption,
+    DeterminismOption,
+    ModelOption,
+    NumericsOption,
     observed,
     runtime_config,
     sampling_params,
@@ -33,19 +37,10 @@ _REPORT_S = 5.0  # between lines of progress, where there is no bar
 @with_fields(SAMPLING, RUNTIME, temperature=0.0, max_tokens=32)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
-    model: Annotated[
-        str, typer.Option(help='A checkpoint folder, a hub id, or "nano" (embedded).')
-    ] = "nano",
-    numerics: Annotated[
-        Literal["checkpoint", "float32"],
-        typer.Option(help="The checkpoint's rounding points, or plain float32."),
-    ] = "checkpoint",
-    determinism: Annotated[
-        Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
-    ] = "batch",
-    bos: Annotated[
-        bool, typer.Option(help="Put the begin-of-text token first, as in training.")
-    ] = True,
+    model: ModelOption = "nano",
+    numerics: NumericsOption = "checkpoint",
+    determinism: DeterminismOption = "batch",
+    bos: BosOption = True,
     source: Annotated[
         Path | None,
         typer.Option("--input", metavar="FILE", help="Answer its JSON lines instead of PROMPT."),

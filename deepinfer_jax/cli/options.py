@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
@@ -21,6 +21,20 @@ from deepinfer_jax.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from deepinfer_jax.llm import LLM
 
+ModelOption = Annotated[
+    str, typer.Option(help='A checkpoint folder, a hub id, or "nano" (embedded).')
+]
+ModelArgument = Annotated[
+    str, typer.Argument(help='A checkpoint folder, a hub id, or "nano" (embedded).')
+]
+NumericsOption = Annotated[
+    Literal["checkpoint", "float32"],
+    typer.Option(help="The checkpoint's rounding points, or plain float32."),
+]
+DeterminismOption = Annotated[
+    Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
+]
+BosOption = Annotated[bool, typer.Option(help="Put the begin-of-text token first, as in training.")]
 SAMPLING = {
     "temperature": "0 takes the likeliest token.",
     "top_p": "Probability mass to sample from.",

@@ -4,29 +4,28 @@ import json
 import sys
 from itertools import batched
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from deepinfer_jax.cli.options import RUNTIME, runtime_config, with_fields
+from deepinfer_jax.cli.options import (
+    RUNTIME,
+    BosOption,
+    DeterminismOption,
+    ModelOption,
+    NumericsOption,
+    runtime_config,
+    with_fields,
+)
 
 
 @with_fields(RUNTIME)
 def score(
     text: Annotated[str | None, typer.Argument(help="Text to score.")] = None,
-    model: Annotated[
-        str, typer.Option(help='A checkpoint folder, a hub id, or "nano" (embedded).')
-    ] = "nano",
-    numerics: Annotated[
-        Literal["checkpoint", "float32"],
-        typer.Option(help="The checkpoint's rounding points, or plain float32."),
-    ] = "checkpoint",
-    determinism: Annotated[
-        Literal["off", "run", "batch"], typer.Option(help="Which bits are promised.")
-    ] = "batch",
-    bos: Annotated[
-        bool, typer.Option(help="Put the begin-of-text token first, as in training.")
-    ] = True,
+    model: ModelOption = "nano",
+    numerics: NumericsOption = "checkpoint",
+    determinism: DeterminismOption = "batch",
+    bos: BosOption = True,
     source: Annotated[
         Path | None,
         typer.Option(

@@ -59,12 +59,12 @@ def train(
 ) -> None:
     """Train MODEL on packed text and write OUT/checkpoint in the released layout."""
     from dataclasses import replace
-    from importlib.util import find_spec
 
     from rich.console import Console
 
     from deepinfer_jax.errors import ConfigError
     from deepinfer_jax.loading import load
+    from deepinfer_jax.pictures import require_matplotlib
     from deepinfer_jax.training import data as data_files
     from deepinfer_jax.training import loop as loops
     from deepinfer_jax.training.config import nano_config
@@ -81,10 +81,8 @@ def train(
         raise ConfigError(
             f"--items writes {data}, which exists: leave it out, or name another file"
         )
-    if plot and find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'deepinfer-jax[notebook]'"
-        )
+    if plot:
+        require_matplotlib("--plot")
     if newest_state(out) is not None and not resume:
         raise ConfigError(f"{out} holds saved states: add --resume, or choose another folder")
     console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -22,6 +22,7 @@ def train_temperatures(
     from rich.console import Console
 
     from deepinfer_jax.loading import load
+    from deepinfer_jax.pictures import require_matplotlib
     from deepinfer_jax.speculative.calibration import FILE_NAME, write_temperatures
     from deepinfer_jax.training.draft_calibration import (
         corpus_rounds,
@@ -29,6 +30,8 @@ def train_temperatures(
         plot_reliability,
     )
 
+    if plot is not None:
+        require_matplotlib("--plot")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     # Temperatures of other drafts would keep the checkpoint from loading.
     old = checkpoint / FILE_NAME

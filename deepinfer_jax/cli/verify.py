@@ -1,10 +1,11 @@
 """`deepinfer-jax verify`: whether a checkpoint has the same bits in any company, here."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from deepinfer_jax.cli.options import ModelArgument, NumericsOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,13 +15,8 @@ if TYPE_CHECKING:
 
 
 def verify(
-    model: Annotated[
-        str, typer.Argument(help='A checkpoint folder, a hub id, or "nano" (embedded).')
-    ] = "nano",
-    numerics: Annotated[
-        Literal["checkpoint", "float32"],
-        typer.Option(help="The checkpoint's rounding points, or plain float32."),
-    ] = "checkpoint",
+    model: ModelArgument = "nano",
+    numerics: NumericsOption = "checkpoint",
     level: Annotated[
         Literal["off", "run", "batch"],
         typer.Option(
@@ -59,6 +55,7 @@ def verify(
     from deepinfer_jax.config.runtime import RuntimeConfig
     from deepinfer_jax.errors import ConfigError
     from deepinfer_jax.invariance.runner import CASES, select_cases
+    from deepinfer_jax.pictures import require_matplotlib
 
     if cases == "list":
         typer.echo("\n".join(CASES))
@@ -66,10 +63,8 @@ def verify(
     names = None if cases is None else [name.strip() for name in cases.split(";") if name.strip()]
     select_cases(names)
     _check_files(to, png)
-    if png is not None and find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--png needs matplotlib, which is not installed: pip install 'deepinfer-jax[notebook]'"
-        )
+    if png is not None:
+        require_matplotlib("--png")
     if level != "batch":
         typer.echo(f'level "{level}" promises no equal bits: expect differences', err=True)
     runtime = RuntimeConfig()

@@ -245,9 +245,7 @@ def _block_rounds(
     drafting = slots.drafting
     assert drafting is not None
     size, width = chosen.token.shape[0], drafting.token.shape[1] + 1
-    place = jnp.arange(width, dtype=jnp.int32)
-    row = emitters.first[:, None] + place
-    is_row = place < emitters.rows[:, None]
+    place, row, is_row = _round_rows(emitters, width, size)
     is_block = drafting.rule[emitters.slot] == BLOCK
     count = jnp.where(is_block, jnp.maximum(emitters.rows - 1, 0), 0)
     where = jnp.where(is_row, row, size)
@@ -255,7 +253,7 @@ def _block_rounds(
     def by_row(grid: Array, filler: Any) -> Array:
         return jnp.full((size,), filler, grid.dtype).at[where].set(grid, mode="drop")
 
-    prefix = block_mass(chosen.ratio[jnp.minimum(row, size - 1)][:, :-1], count)
+    prefix = block_mass(chosen.ratio[row][:, :-1], count)
     prefix_row = by_row(prefix, 0)
 
     def end(
@@ -270,7 +268,7 @@ def _block_rounds(
         return _Chosen(token=found.correction, goes_on=is_active, status=status, ratio=found.mass)
 
     last, last_told = each_tile(end, jnp.where(count.sum() > 0, tiles, 0))
-    mass = last.ratio[jnp.minimum(row, size - 1)]
+    mass = last.ratio[row]
     index = emitters.base[:, None] + 1 + place[:-1]
     numbers = jnp.broadcast_to(place[1:], index.shape)
     coins = random.coins(slots.rules.key[emitters.slot], index, numbers)
@@ -286,6 +284,13 @@ def _block_rounds(
     return chosen, jax.tree.map(pick, last_told, told)
 
 
+def _round_rows(emitters: Emitters, width: int, size: int) -> tuple[Array, Array, Array]:
+    """Returns (places [w], emitting row of each emitter's places [s, w], whether it has them)."""
+    place = jnp.arange(width, dtype=jnp.int32)
+    row = jnp.minimum(emitters.first[:, None] + place, size - 1)
+    return place, row, place < emitters.rows[:, None]
+
+
 def _nothing(rows: int) -> _Chosen:
     return _Chosen(
         token=jnp.full((rows,), NO_TOKEN, jnp.int32),
@@ -299,9 +304,7 @@ def _emit(
     slots: SlotState, emitters: Emitters, chosen: _Chosen, width: int
 ) -> tuple[SlotState, Emitted]:
     """Returns the slots after the accepted tokens and one more of every live emitter."""
-    place = jnp.arange(width, dtype=jnp.int32)
-    row = jnp.minimum(emitters.first[:, None] + place, chosen.token.shape[0] - 1)
-    is_row = place < emitters.rows[:, None]
+    place, row, is_row = _round_rows(emitters, width, chosen.token.shape[0])
     goes_on = jnp.cumprod(jnp.where(is_row, chosen.goes_on[row], False), axis=1, dtype=jnp.int32)
     accepted = goes_on.sum(axis=1, dtype=jnp.int32)
     tokens, status = chosen.token[row], chosen.status[row]

@@ -16,16 +16,17 @@ from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
 from deepinfer_jax.engine.choose import Emitted
 from deepinfer_jax.engine.layout import MAKE_DRAFTS, NO_DRAFTS, PlanParts, header_word
 from deepinfer_jax.engine.rows import Emitters
-from deepinfer_jax.engine.slots import RUNNING, DraftState, EngineState
+from deepinfer_jax.engine.slots import RUNNING, EngineState
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.draft import draft_blocks
-from deepinfer_jax.model.draft_heads import DraftOutput
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.sampling.truncate import is_greedy, logprobs_tile
 from deepinfer_jax.speculative.confidence import calibrated_confidence
 from deepinfer_jax.speculative.verify import draft_tokens
+
+Drafts = tuple[Array, Array, Array | None]  # token ids, confidences, log q if it is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,41 +97,33 @@ def make_drafts(
         )
         return token, log_q if keeps_q else None
 
-    def draft() -> DraftOutput:
-        return draft_blocks(
+    drafts = slots.drafting
+    temperatures = jnp.asarray(drafting.temperatures, np.float32)
+
+    def draft() -> Drafts:
+        found = draft_blocks(
             params, config, cache, slots.last[slot], length - 1, slot, count, choose
         )
+        confidence = calibrated_confidence(found.confidence_logit, temperatures)
+        return found.token_ids, confidence, found.log_q
 
-    def nothing() -> DraftOutput:
-        old = slots.drafting
-        assert old is not None
-        return DraftOutput(
-            token_ids=old.token[slot],
-            confidence=old.confidence[slot],
-            confidence_logit=old.confidence[slot],
-            log_q=None if old.log_q is None else old.log_q[slot],
-        )
+    def keep() -> Drafts:
+        log_q = None if drafts.log_q is None else drafts.log_q[slot]
+        return drafts.token[slot], drafts.confidence[slot], log_q
 
     wanted = header_word(parts, "drafting")
-    found = lax.cond(wanted == MAKE_DRAFTS, draft, nothing)
+    token, confidence, log_q = lax.cond(wanted == MAKE_DRAFTS, draft, keep)
     is_made = emitters.is_live & (emitted.code == RUNNING)
     where = jnp.where(is_made, slot, slots.last.shape[0])
-    temperatures = jnp.asarray(drafting.temperatures, np.float32)
-    confidence = jnp.where(
-        wanted == MAKE_DRAFTS,
-        calibrated_confidence(found.confidence_logit, temperatures),
-        found.confidence,
-    )
 
     def put(leaf: Array, value: Array) -> Array:
         return leaf.at[where].set(value, mode="drop")
 
-    made = DraftState(
-        token=put(slots.drafting.token, found.token_ids),
-        confidence=put(slots.drafting.confidence, confidence),
-        is_made=put(slots.drafting.is_made, jnp.broadcast_to(wanted != NO_DRAFTS, where.shape)),
-        most=slots.drafting.most,
-        rule=slots.drafting.rule,
-        log_q=None if slots.drafting.log_q is None else put(slots.drafting.log_q, found.log_q),
+    made = replace(
+        drafts,
+        token=put(drafts.token, token),
+        confidence=put(drafts.confidence, confidence),
+        is_made=put(drafts.is_made, jnp.broadcast_to(wanted != NO_DRAFTS, where.shape)),
+        log_q=None if drafts.log_q is None else put(drafts.log_q, log_q),
     )
     return replace(state, slots=replace(slots, drafting=made))

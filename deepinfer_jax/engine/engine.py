@@ -26,7 +26,7 @@ from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import FinishReason, StreamDelta
 from deepinfer_jax.engine.profile import measured_corrections
 from deepinfer_jax.engine.program import StepResult
-from deepinfer_jax.engine.request import Request, RequestFactory
+from deepinfer_jax.engine.request import Request, request_factory
 from deepinfer_jax.engine.results import RoundResult, push_tokens, round_results, take_scores
 from deepinfer_jax.engine.scheduler import Scheduler
 from deepinfer_jax.engine.sequence import Phase, Sequence
@@ -38,7 +38,6 @@ from deepinfer_jax.engine.trace import Trace
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.params import same_form
-from deepinfer_jax.record.recorder import make_recorder
 from deepinfer_jax.sampling.edits import GRAMMAR
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import fresh_seed
@@ -87,14 +86,7 @@ class Engine:
             limits, blocks, draft_policy(runtime, size, self.config, limits.layouts)
         )
         self.drafts = DraftCounts(size)
-        self._factory = RequestFactory(
-            config=self.config,
-            runtime=runtime,
-            tokenizer=model.tokenizer,
-            max_len=self.max_len,
-            drafts=size,
-            recorder=make_recorder(model, runtime),
-        )
+        self._factory = request_factory(model, runtime, records=True)
         self._device = Device(
             self.config,
             model.params,
@@ -245,8 +237,7 @@ class Engine:
                 take_scores(self._owner, plan.chunks, result.prompt)
             found = round_results(result.rounds, len(plan.emits))
             self.drafts.add(found[: len(plan.spans)])
-            self.scheduler.observe(plan, found, now - busy_since)
-            self.scheduler.commit(plan, found)
+            self.scheduler.commit(plan, found, now - busy_since)
             for chunk, leaves in zip(plan.checkpoints, windows, strict=True):
                 sequence = chunk.sequence
                 if sequence.generation == chunk.generation:

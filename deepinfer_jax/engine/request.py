@@ -12,6 +12,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.detokenize import Detokenizer
+from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import InputError, TokenizerError
@@ -267,6 +268,25 @@ class RequestFactory:
                 )
             found += single
         return tuple(found)
+
+
+def request_factory(
+    model: Model, runtime: RuntimeConfig, *, records: bool = False
+) -> RequestFactory:
+    """Returns the factory of an engine of this model; records: as `RuntimeConfig.record` says.
+
+    Raises:
+        ConfigError: as `plan_drafting`.
+    """
+    drafting = plan_drafting(model, runtime)
+    return RequestFactory(
+        config=model.config,
+        runtime=runtime,
+        tokenizer=model.tokenizer,
+        max_len=runtime.longest(model.config),
+        drafts=drafting.size if drafting else 0,
+        recorder=make_recorder(model, runtime) if records else None,
+    )
 
 
 def _check_later(params: SamplingParams) -> None:

@@ -320,14 +320,19 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, results: Items[RoundResult]) -> None:
+    def commit(self, plan: StepPlan, results: Items[RoundResult], seconds: float) -> None:
         """Takes the tokens of a step: they are part of their sequences, their rows are cached.
 
-        results: of `plan.emits`, in order. Publishes blocks that are full; before anything ends,
-        since rows of a sequence that ends here are worth keeping too.
+        results: of `plan.emits`, in order. seconds: of the step, from when the device was free for
+        it. Publishes blocks that are full; before anything ends, since rows of a sequence that ends
+        here are worth keeping too.
         """
         rounds, size = len(plan.spans), self.cache.block_tokens
         rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
+        if rounds and self.policy.corrections is not None:
+            context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
+            made = plan.makes_drafts
+            self.policy.observe(rows, rounds, context, seconds, made_drafts=made)
         for place, (sequence, generation) in enumerate(plan.emits):
             found = results[place]
             if sequence.generation != generation:
@@ -351,15 +356,6 @@ class Scheduler:
         step = self.limits.row_step
         self.counters["rows"] += rows
         self.counters["tile_rows"] += -(-rows // step) * step  # computed at level "batch"
-
-    def observe(self, plan: StepPlan, results: Items[RoundResult], seconds: float) -> None:
-        """Tells the draft policy how long a step took from when the device was free for it."""
-        rounds = len(plan.spans)
-        if rounds and self.policy.corrections is not None:
-            rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
-            context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
-            made = plan.makes_drafts
-            self.policy.observe(rows, rounds, context, seconds, made_drafts=made)
 
     def _publish(self, sequence: Sequence) -> None:
         """Shares the blocks of a sequence that are full by now."""

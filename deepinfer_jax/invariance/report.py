@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.pictures import new_picture, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,20 +115,8 @@ class Report:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.backends.backend_agg import (  # pyright: ignore[reportMissingImports]
-                FigureCanvasAgg,
-            )
-            from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                "a picture needs matplotlib, which is not installed: pip install "
-                "'deepinfer-jax[notebook]'"
-            ) from error
         rows = [row for row in self.rows if row.skipped is None]
-        figure = Figure(figsize=(8, 1 + 0.22 * len(rows)), layout="constrained")
-        FigureCanvasAgg(figure)
-        axis = figure.subplots()
+        figure, axis = new_picture((8, 1 + 0.22 * len(rows)))
         axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
         for line, row in enumerate(rows):
             axis.axhline(line, color="0.85", linewidth=0.8, zorder=0)
@@ -137,7 +125,7 @@ class Report:
         axis.set(xlabel="position whose bits differ (blue: a control, which must)", xlim=(0, None))
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_title(f"{self.source}, level {self.level}", fontsize=9)
-        figure.savefig(path, format="png", dpi=120)
+        save_picture(figure, path)
 
 
 def _cells(row: CaseRow) -> tuple[Any, ...]:

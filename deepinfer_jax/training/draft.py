@@ -31,7 +31,7 @@ from deepinfer_jax.training.forward import training_config
 from deepinfer_jax.training.init import init_leaf
 from deepinfer_jax.training.loop import Step
 from deepinfer_jax.training.losses import balanced_bias
-from deepinfer_jax.training.quantise import straight_through
+from deepinfer_jax.training.quantise import trained_value
 from deepinfer_jax.training.state import (
     Batch,
     OptimiserSettings,
@@ -91,7 +91,7 @@ def initial_draft(
 def quantised_draft(draft: DraftParams, config: ModelConfig) -> DraftParams:
     """Returns the stages with every leaf at its stored value; gradients pass straight through."""
     return jax.tree.map(
-        lambda spec, leaf: straight_through(leaf, spec),
+        lambda spec, leaf: trained_value(leaf, spec),
         spec_tree(config).draft,
         draft,
         is_leaf=lambda leaf: isinstance(leaf, ParamSpec),

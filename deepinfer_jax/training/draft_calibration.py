@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from deepinfer_jax.errors import ConfigError, TokenizerError
+from deepinfer_jax.errors import TokenizerError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.params import Params
+from deepinfer_jax.pictures import new_picture, save_picture
 from deepinfer_jax.speculative.calibration import (
     Temperatures,
     calibration_errors,
@@ -152,18 +153,9 @@ def plot_reliability(path: Path, rounds: CorpusRounds, fitted: Temperatures) -> 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'deepinfer-jax[notebook]'"
-        ) from error
     size = len(fitted.values)
     outcome, counts = prefix_labels(rounds.accepted, rounds.observed, size)
-    figure, axis = pyplot.subplots(figsize=(5, 5))
+    figure, axis = new_picture((5, 5))
     axis.plot([0, 1], [0, 1], color="0.6", linewidth=1)
     curves = (
         ("as trained", np.ones(size), fitted.error_before),
@@ -175,5 +167,4 @@ def plot_reliability(path: Path, rounds: CorpusRounds, fitted: Temperatures) -> 
         axis.plot(expected, found, marker="o", label=f"{name}, error {error:.3f}")
     axis.set(xlabel="estimated survival", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     axis.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    save_picture(figure, path)

@@ -16,6 +16,7 @@ import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import ConfigError, InputError
+from deepinfer_jax.pictures import new_picture, save_picture
 from deepinfer_jax.training.data import BatchAt
 from deepinfer_jax.training.state import (
     Batch,
@@ -149,23 +150,13 @@ def plot_log(folder: Path) -> Path:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'deepinfer-jax[notebook]'"
-        ) from error
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    figure, axis = pyplot.subplots(figsize=(7, 4))
+    figure, axis = new_picture((7, 4))
     for name in ("token_loss", "index_loss"):
         axis.plot([line["step"] for line in lines], [line[name] for line in lines], label=name)
     axis.set(xlabel="step", ylabel="nats", yscale="log")
     axis.legend()
-    figure.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    save_picture(figure, folder / "loss.png")
     return folder / "loss.png"
 
 

@@ -18,6 +18,7 @@ from deepinfer_jax.checkpoint.inventory import spec_tree
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model.spec import ParamSpec
 from deepinfer_jax.numerics.formats import BLOCKS
+from deepinfer_jax.numerics.straight_through import straight_through
 from pallas_kernels import core
 from pallas_kernels.core.codes import bits_float, float_bits
 
@@ -51,22 +52,14 @@ def stored_value(weight: Float[Array, "*s i"], spec: ParamSpec) -> Float[Array, 
     return core.round_bf16(weight) if spec.dtype == "BF16" else weight
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def straight_through(weight: Float[Array, "*s i"], spec: ParamSpec) -> Float[Array, "*s i"]:
+def trained_value(weight: Float[Array, "*s i"], spec: ParamSpec) -> Float[Array, "*s i"]:
     """Returns `stored_value`, with the derivative of the identity."""
-    return stored_value(weight, spec)
-
-
-@straight_through.defjvp
-def _straight_through_jvp(
-    spec: ParamSpec, primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[Array, Array]:
-    return straight_through(primals[0], spec), tangents[0]
+    return straight_through(partial(stored_value, spec=spec), weight)
 
 
 def quantised_params(params: Any, config: ModelConfig) -> Any:
     """Returns the tree with every leaf at its stored value, gradients passing straight through."""
-    return map_specs(straight_through, params, config)
+    return map_specs(trained_value, params, config)
 
 
 def map_specs(function: Any, params: Any, config: ModelConfig) -> Any:

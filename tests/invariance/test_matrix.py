@@ -131,15 +131,21 @@ def _fresh_programs():
     jax.clear_caches()
 
 
+def named(report, *, layer):
+    """Returns the first difference, which is what the norm of this layer's attention is given."""
+    first = report.rows[0].first
+    assert first is not None
+    assert (first.layer, first.op.split(":")[0]) == (layer, "attn_in")
+    return first
+
+
 @pytest.mark.usefixtures("_fresh_programs")
 def test_a_planted_violation_is_found_where_it_is(monkeypatch):
     """V3: a norm that depends on the number of rows."""
     late_norm(monkeypatch, layer=3)
     report = di.verify_invariance(model(), cases=["random chunks=1"])
     assert not report.is_equal
-    first = report.rows[0].first
-    assert first is not None
-    assert (first.layer, first.op.split(":")[0]) == (3, "attn_in")
+    first = named(report, layer=3)
     assert first.op_position <= first.position
     assert first.found != first.lone
     assert report.rows[0].differing > 0
@@ -150,9 +156,7 @@ def test_a_planted_violation_is_found_where_it_is(monkeypatch):
 def test_a_planted_violation_is_found_inside_the_engine(monkeypatch):
     late_norm(monkeypatch, layer=5)
     report = di.verify_invariance(model(), cases=["engine: rows per step=1"])
-    first = report.rows[0].first
-    assert first is not None
-    assert (first.layer, first.op.split(":")[0]) == (5, "attn_in")
+    named(report, layer=5)
 
 
 @pytest.mark.slow
@@ -160,9 +164,7 @@ def test_a_planted_violation_is_found_inside_the_engine(monkeypatch):
 def test_a_planted_violation_in_nano(monkeypatch):
     late_norm(monkeypatch, layer=7)
     report = di.verify_invariance(nano(), cases=["arrival=1"])
-    first = report.rows[0].first
-    assert first is not None
-    assert (first.layer, first.op.split(":")[0]) == (7, "attn_in")
+    named(report, layer=7)
 
 
 def test_first_difference_is_the_first_in_the_order_of_computation():

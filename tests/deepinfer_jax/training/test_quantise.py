@@ -7,7 +7,7 @@ import pytest
 
 from deepinfer_jax.model.spec import ParamSpec
 from deepinfer_jax.numerics.formats import BLOCKS, E2M1, E4M3, dequantize_host
-from deepinfer_jax.training.quantise import quantise, stored_value, straight_through
+from deepinfer_jax.training.quantise import quantise, stored_value, trained_value
 
 FORMATS = ("fp8_block32", "fp8_row32", "fp4_row32")
 
@@ -70,7 +70,7 @@ def test_bfloat16_leaves_are_rounded_and_float32_leaves_kept():
 def test_derivative_is_that_of_the_identity(format):
     w, factor = jnp.asarray(weights()), jnp.asarray(weights()[::-1].copy())
     value, gradient = jax.value_and_grad(
-        lambda w: (factor * straight_through(w, spec(format, w.shape))).sum()
+        lambda w: (factor * trained_value(w, spec(format, w.shape))).sum()
     )(w)
     np.testing.assert_array_equal(gradient, factor)
     assert value == (factor * stored_value(w, spec(format, w.shape))).sum()
