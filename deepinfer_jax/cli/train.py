@@ -27,6 +27,9 @@ def train(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 2048,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Devices of this machine that share a batch.")
+    ] = 1,
     long_data: Annotated[
         Path | None,
         typer.Option(help="Packed longer sequences, taken at every LONG_EVERY-th step."),
@@ -73,6 +76,8 @@ def train(
     from deepinfer_jax.training.losses import LossSettings
     from deepinfer_jax.training.state import OptimiserSettings, initial_state, newest_state
 
+    if batch % devices:
+        raise ConfigError(f"--devices must divide --batch: {devices} does not divide {batch}")
     if target != "nano":
         raise ConfigError(f'train knows "nano", and "draft" as its first word; got {target!r}')
     if steps is None and items is None:
@@ -107,6 +112,7 @@ def train(
     )
     token_map = data_files.packed_token_map(packed, config.vocab_size)
     notes = {"seed": seed, "data": data.name, "batch": batch, "length": length}
+    notes |= {"devices": devices}
     if init is None:
         params = init_params(config, seed, token_map)
     else:
@@ -136,7 +142,15 @@ def train(
     )
     with progress_bar(console, steps, ("token_loss", "index_loss")) as tick:
         state = loops.train(
-            state, config, batch_at, settings, bounds, folder=out, record=notes, report=tick
+            state,
+            config,
+            batch_at,
+            settings,
+            bounds,
+            devices=devices,
+            folder=out,
+            record=notes,
+            report=tick,
         )
     folder = export_checkpoint(state.params, config, out / "checkpoint", tokenizer_from=tokenizer)
     size = sum(path.stat().st_size for path in folder.iterdir())

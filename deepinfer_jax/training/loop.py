@@ -62,6 +62,7 @@ def train(
     settings: OptimiserSettings,
     loop: LoopSettings,
     *,
+    devices: int = 1,
     folder: Path | None = None,
     record: dict[str, Any] | None = None,
     report: Report | None = None,
@@ -74,16 +75,17 @@ def train(
         batch_at: Batch of a step, the same at every call.
         settings: Optimiser and loss.
         loop: When to stop, save and log.
+        devices: How many devices share a batch.
         folder: Where `log.jsonl` and saved states go; None keeps nothing.
         record: Added to the record of every saved state (seeds, data).
         report: Called with (finished steps, metrics) whenever metrics are logged.
 
     Raises:
-        ConfigError: Nothing bounds the run.
+        ConfigError: Nothing bounds the run, or there are fewer devices.
         InputError: The loss is not finite; the newest saved state is from before.
     """
     notes = settings_record(settings) | (record or {})
-    run = compiled_step(config, settings)
+    run = compiled_step(config, settings, devices)
     return run_steps(state, run, batch_at, loop, folder=folder, record=notes, report=report)
 
 

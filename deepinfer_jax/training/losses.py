@@ -41,11 +41,14 @@ def total_loss(
     ids: Int[Array, "b t"],
     weights: Float[Array, "b t"],
     settings: LossSettings,
+    *,
+    axis: str | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns (loss, metrics) of float32 master parameters, which are used at their stored values.
 
     weights[:, t] weighs the prediction of ids[:, t] from what stands before it; the first token of
-    a sequence is never predicted.
+    a sequence is never predicted. axis: a mesh axis over which a batch is split; every device
+    returns its share, and the sums over the devices are the loss and the metrics of the batch.
 
     Returns:
         The loss, and `token_loss` (mean nats a weighted token), `index_loss` (mean KL of a row of
@@ -61,11 +64,12 @@ def total_loss(
     weights = jnp.roll(weights, -1, axis=1).at[:, -1].set(0.0)
     rows = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1))
     summed = weighted_cross_entropy(stored.head, *rows, chunk=settings.logit_rows)
-    weight = weights.sum()
-    token_loss = summed / jnp.maximum(weight, 1.0)
+    weight, devices = weights.sum(), 1 if axis is None else lax.axis_size(axis)
+    all_weight = weight if axis is None else lax.psum(weight, axis)
+    token_loss = summed / jnp.maximum(all_weight, 1.0)
     index_loss = jnp.zeros(())
     if settings.index_coefficient:
-        index_loss = seen["index_loss"].sum() / (len(index_layers(config)) * ids.size)
+        index_loss = seen["index_loss"].sum() / (len(index_layers(config)) * ids.size * devices)
     metrics = {
         "token_loss": token_loss,
         "index_loss": index_loss,

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import Array
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinfer_jax.checkpoint.orbax_store import read_arrays, write_arrays
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.errors import CheckpointError
+from deepinfer_jax.errors import CheckpointError, ConfigError
 from deepinfer_jax.model.params import Leaf, Params
 from deepinfer_jax.training.losses import LossSettings, balanced_bias, total_loss
 
@@ -109,19 +110,25 @@ def initial_state(params: Any, settings: OptimiserSettings) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, config: ModelConfig, settings: OptimiserSettings
+    state: TrainState,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    settings: OptimiserSettings,
+    axis: str | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns (state after one step, metrics as scalars). Pure; `compiled_step` jits it.
 
     Gradients of the loss at the stored values go to the master parameters (straight through), the
     routers' biases follow the load of this batch (that of images is a copy, made on export).
+    axis: the mesh axis over whose devices the batch is split; the state is the same on all.
     """
     ids, weights = batch
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
-        return total_loss(params, config, ids, weights, settings.loss)
+        return total_loss(params, config, ids, weights, settings.loss, axis=axis)
 
-    state, load, metrics = descend(state, loss, settings)
+    state, load, metrics = descend(state, loss, settings, axis=axis)
     layers = state.params.layers
     bias = balanced_bias(layers.gate_bias, load, settings.bias_rate)
     params = replace(state.params, layers=replace(layers, gate_bias=bias))
@@ -132,15 +139,20 @@ def descend(
     state: TrainState,
     loss: Callable[[Any], tuple[Array, dict[str, Array]]],
     settings: OptimiserSettings,
+    *,
+    axis: str | None = None,
 ) -> tuple[TrainState, Array, dict[str, Array]]:
     """Returns (state after one step of the optimiser, expert load, metrics as scalars).
 
     loss: parameters -> (value, metrics), whose `load` [layers, experts] is taken out of the
-    metrics: the caller balances its routers by it.
+    metrics: the caller balances its routers by it. axis: a mesh axis whose devices each return
+    their share of the loss and of the metrics.
     """
     import optax
 
     (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+    if axis is not None:
+        value, metrics, gradients = lax.psum((value, metrics, gradients), axis)
     updates, moments = optimiser(settings).update(gradients, state.optimiser, state.params)
     params = optax.apply_updates(state.params, updates)
     load = metrics.pop("load")
@@ -158,10 +170,34 @@ def descend(
 
 @lru_cache(maxsize=4)
 def compiled_step(
-    config: ModelConfig, settings: OptimiserSettings
+    config: ModelConfig, settings: OptimiserSettings, devices: int = 1
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
-    """Returns the jitted step; it takes over the state that it is given (donated)."""
-    return jax.jit(partial(train_step, config=config, settings=settings), donate_argnums=0)
+    """Returns the jitted step; it takes over the state that it is given (donated).
+
+    devices: how many of this process's devices share a batch, whose size they divide. The state is
+    kept on each; the sum of their gradients depends on how many they are.
+
+    Raises:
+        ConfigError: The process has fewer devices.
+    """
+    if devices == 1:
+        return jax.jit(partial(train_step, config=config, settings=settings), donate_argnums=0)
+    found = jax.local_devices()
+    if len(found) < devices:
+        raise ConfigError(f"training on {devices} devices needs as many; there are {len(found)}")
+    mesh = jax.sharding.Mesh(np.asarray(found[:devices]), ("data",))
+    shared, split = PartitionSpec(), PartitionSpec("data")
+    step = jax.shard_map(
+        partial(train_step, config=config, settings=settings, axis="data"),
+        mesh=mesh,
+        in_specs=(shared, split),
+        out_specs=shared,
+        check_vma=False,  # `descend` adds the gradients itself
+    )
+    places = (NamedSharding(mesh, shared), NamedSharding(mesh, split))
+    run = jax.jit(step, donate_argnums=0)
+    # A state that moves to the mesh in its first step would compile twice.
+    return lambda state, batch: run(*jax.device_put((state, batch), places))
 
 
 def save_state(folder: Path, state: TrainState, record: dict[str, Any]) -> Path:

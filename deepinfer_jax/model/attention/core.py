@@ -5,10 +5,9 @@ ranks: block maximum, rescale, BF16 probabilities, value product. That partition
 arithmetic, in prefill, decode and verification alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Shaped
 
@@ -47,28 +46,6 @@ def attend(
     keys, valid = pad_keys(keys, valid)
     blocks = keys.reshape(keys.shape[0], -1, BLOCK, keys.shape[2]).swapaxes(0, 1)
     return attend_blocks(ops, q, blocks, valid, lambda block, mask: block, sink)
-
-
-def attend_at_once(
-    ops: Ops,
-    q: Float[Array, "t h c"],
-    parts: Sequence[KeyList],
-    sink: Float[Array, " h"],
-) -> Float[Array, "t h c"]:
-    """Returns the same by one softmax over all ranks of several lists, for training."""
-    scale = q.shape[2] ** -0.5
-    lowest = jnp.float32(_LOWEST)
-    scores = [
-        jnp.where(valid[:, None], ops.contract_pairs(q, keys) * scale, lowest)
-        for keys, valid in parts
-    ]
-    sinks = jnp.broadcast_to(sink[None, :, None], (*q.shape[:2], 1))
-    joined = jnp.concatenate([sinks, *scores], axis=2)
-    weight = jnp.exp(joined - lax.stop_gradient(joined.max(axis=2, keepdims=True)))
-    borders = np.cumsum([keys.shape[1] for keys, _ in parts])[:-1]
-    split = jnp.split(ops.bf16(weight[:, :, 1:]), borders, axis=2)
-    values = [ops.contract_values(one, keys) for one, (keys, _) in zip(split, parts, strict=True)]
-    return sum(values[1:], values[0]) / weight.sum(axis=2)[:, :, None]
 
 
 def attend_blocks(

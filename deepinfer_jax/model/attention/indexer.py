@@ -40,11 +40,17 @@ def score_block(
     keys: Float[Array, "t s i"],
 ) -> Float[Array, "t s"]:
     """Returns sum_h relu(q_h . k) * w_h, BF16 at every stage, heads added in ascending order."""
+    return weigh_heads(ops, config, ops.contract_pairs(query, keys), weight)
+
+
+def weigh_heads(
+    ops: Ops, config: ModelConfig, dots: Float[Array, "t h s"], weight: Float[Array, "t h"]
+) -> Float[Array, "t s"]:
+    """Returns the index scores of dots of every head with every key."""
     indexer = config.indexer
     constant = indexer.index_head_dim**-0.5 * indexer.index_n_heads**-0.5
     scaled = ops.bf16(weight * constant)
-    dots = ops.bf16(ops.contract_pairs(query, keys))
-    weighted = ops.bf16(jax.nn.relu(dots) * scaled[:, :, None])
+    weighted = ops.bf16(jax.nn.relu(ops.bf16(dots)) * scaled[:, :, None])
     return ops.bf16(ops.fold_sum(weighted, axis=1))
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_ratios
 from deepinfer_jax.model import rows
-from deepinfer_jax.model.attention import compress, core, indexer, projections
+from deepinfer_jax.model.attention import compress, core, indexer, projections, whole
 from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.params import CompressorParams, LayerParams, Params
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
@@ -51,10 +51,10 @@ def attention(
     state = write_window(config, state, role.layer, tile, key)
     state, published = _compress(ops, config, params, role, state, tile, v, frequency)
     selection = _select(ops, config, params, role, state, selection, tile, v, latent, rope)
-    lists = _key_lists(config, role, state, tile, selection.topk)
     if ops.training:
-        mixed = core.attend_at_once(ops, query, lists, layer.attn_sink)
+        mixed = _attend_whole(ops, config, role, state, selection, query, layer.attn_sink)
     else:
+        lists = _key_lists(config, role, state, tile, selection.topk)
         keys, valid = (jnp.concatenate(parts, axis=1) for parts in zip(*lists, strict=True))
         mixed = core.attend(ops, query, keys, valid, layer.attn_sink)
     return state, projections.output(ops, config, layer, mixed, rope), selection, published
@@ -169,15 +169,14 @@ def _select(
             weight = indexer.head_weights(ops, leaves, v)
             length = jnp.where(tile.valid, (tile.position + 1) // ratio, 0)
             capacity = state.block_table.shape[1] * state.main[group].shape[2]
-            scores = indexer.score_all(
-                ops,
-                config,
-                query,
-                weight,
-                _index_keys(config, role, state, tile, group),
-                length,
-                capacity,
-            )
+            if ops.training:
+                query, weight, keys = lax.stop_gradient(
+                    (query, weight, whole.index_keys(config, state, role.source, group))
+                )
+                scores = whole.index_scores(ops, config, query, weight, keys)
+            else:
+                read = _index_keys(config, role, state, tile, group)
+                scores = indexer.score_all(ops, config, query, weight, read, length, capacity)
             if ratio != candidate_ratio:
                 topk = indexer.select(config, scores, length)
                 return Selection(topk=topk, candidates=selection.candidates)
@@ -208,29 +207,28 @@ def index_loss(
 ) -> Float[Array, " t"]:
     """Returns how far the indexer of this layer is from its attention, per row; 0 without one.
 
-    KL(target || softmax(index scores)) over the row's selected entries. target: mean over heads of
-    the softmax of the attention scores of these entries. Only leaves of the indexer and of the
-    index keys get a gradient. state, selection: after this layer's attention.
+    KL(target || softmax(index scores)) over the row's selected entries, of whole sequences. target:
+    mean over heads of the softmax of the attention scores of these entries. Only leaves of the
+    indexer and of the index keys get a gradient. state, selection: after this layer's attention.
     """
     v, topk = lax.stop_gradient(v), selection.topk
-    valid = (topk >= 0) & tile.valid[:, None]
     rope = rope_tables(tile.position, rope_frequencies(config.attention)[role.yarn])
 
     def measure(group: int) -> Callable[[], Array]:
         def run() -> Array:
             latent = lax.stop_gradient(projections.query_latent(ops, config, layer, v))
-            stored = read_pages(state.main[group], state, role.source, tile.slot, topk)
-            entries = rows.decode_main(config, stored)
             query = projections.queries(ops, config, layer, latent, rope)
-            scores = ops.contract_pairs(query, entries) * config.attention.head_dim**-0.5
+            entries = whole.entries(config, state, role.source, group)
+            valid = whole.chosen(topk, entries.shape[1])
+            scores = whole.head_scores(ops, query, entries) * config.attention.head_dim**-0.5
             target = lax.stop_gradient(indexer.mean_attention(scores, valid))
             leaves = jax.tree.map(lambda leaf: leaf[role.index], params.indexers)
-            guess = indexer.score_block(
+            guess = whole.index_scores(
                 ops,
                 config,
                 indexer.index_query(ops, config, leaves, latent, rope),
                 indexer.head_weights(ops, leaves, v),
-                _index_keys(config, role, state, tile, group)(topk),
+                whole.index_keys(config, state, role.source, group),
             )
             return indexer.divergence(target, guess, valid)
 
@@ -239,6 +237,30 @@ def index_loss(
     group = jnp.where(role.index >= 0, role.group, -1)
     measures = [measure(g) for g in range(len(state.main))]
     return branch(group, lambda: jnp.zeros(topk.shape[:1], jnp.float32), measures)
+
+
+def _attend_whole(
+    ops: Ops,
+    config: ModelConfig,
+    role: Role,
+    state: CacheState,
+    selection: Selection,
+    query: Float[Array, "t h c"],
+    sink: Float[Array, " h"],
+) -> Float[Array, "t h c"]:
+    """Returns the attention of whole sequences, in training."""
+    window = whole.window_part(ops, config, state, role.layer, query)
+
+    def selected(group: int) -> Callable[[], Array]:
+        def run() -> Array:
+            keys = whole.entries(config, state, role.source, group)
+            valid = whole.chosen(selection.topk, keys.shape[1])
+            return whole.merge([window, whole.attend_part(ops, query, keys, valid)], sink)
+
+        return run
+
+    searches = [selected(group) for group in range(len(state.main))]
+    return branch(role.group, lambda: whole.merge([window], sink), searches)
 
 
 def _index_keys(

@@ -1,6 +1,9 @@
 """The training loop: B6 of issue 4, packed data, and errors a user can make."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -64,6 +67,38 @@ def test_twenty_steps_lower_the_loss_and_resume_bit_for_bit(tmp_path):
         resumed, config, batch_at, SETTINGS, LoopSettings(steps=20), folder=tmp_path / "b"
     )
     assert bits(resumed) == bits(straight)
+
+
+def test_two_devices_that_share_a_batch_take_the_same_steps(tmp_path):
+    script = """
+import jax, numpy as np, sys
+from deepinfer_jax.training.loop import LoopSettings, train
+from deepinfer_jax.training.state import OptimiserSettings, initial_state
+from tests.deepinfer_jax.training.tiny_training import counting, parameters, two_layer_config
+
+config = two_layer_config()
+settings = OptimiserSettings(steps=20, peak_rate=1e-2, warmup_steps=4)
+batch_at, loop = counting(config), LoopSettings(steps=3, log_every=1)
+for devices in (1, 2):
+    state = initial_state(parameters(config), settings)
+    state = train(state, config, batch_at, settings, loop, devices=devices, folder=None)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
+    np.savez(f"{sys.argv[1]}/{devices}.npz", *leaves)
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env=environment)
+    one, two = (np.load(tmp_path / f"{devices}.npz") for devices in (1, 2))
+    for name in one:
+        np.testing.assert_allclose(two[name], one[name], atol=2e-4)
+    before = jax.tree.leaves(parameters(two_layer_config()))
+    assert any((one[f"arr_{i}"] != leaf).any() for i, leaf in enumerate(before))
+
+
+def test_more_devices_than_there_are_raise():
+    config = two_layer_config()
+    state = initial_state(parameters(config), SETTINGS)
+    with pytest.raises(ConfigError, match="needs as many"):
+        train(state, config, counting(config), SETTINGS, LoopSettings(steps=1), devices=4096)
 
 
 def test_a_run_needs_an_end():
