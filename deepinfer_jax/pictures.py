@@ -20,8 +20,10 @@ def require_matplotlib(what: str) -> None:
         )
 
 
-def new_picture(size: tuple[float, float]) -> tuple[Any, Any]:
+def new_picture(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
     """Returns (figure, axis) of `size` inches; no global state, so any thread may draw.
+
+    columns: axes side by side; more than one are returned as an array.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -34,7 +36,7 @@ def new_picture(size: tuple[float, float]) -> tuple[Any, Any]:
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots()
+    return figure, figure.subplots(1, columns)
 
 
 def save_picture(figure: Any, path: Path | str) -> None:

@@ -120,8 +120,11 @@ class Device:
             words = self._words(chunk.sequence.slot, chunk.stop)
             windows.append(take_checkpoint(self.config, self._state.cache, *words))
             wanted += windows[-1].values()
-        for leaf in wanted:
-            leaf.copy_to_host_async()
+        # The one transfer to the host, begun here and read when the step is due. A CPU device has
+        # nothing to copy, a GPU counts a copy that is not a `device_get` as implicit.
+        with jax.transfer_guard_device_to_host("allow"):
+            for leaf in wanted:
+                leaf.copy_to_host_async()
         return Flight(plan, now, result, windows)
 
     def wait(self) -> None:

@@ -11,6 +11,8 @@ from deepinfer_jax.training.corpus.world import World
 
 # No story counts higher: sums of stories stay below the operands that evaluation asks for.
 MAX_COUNT = 20
+# Most things that an event moves: who has a few keeps some for the events to come.
+MAX_CHANGE = 3
 
 _SENTENCE = re.compile(r'[^.!?]*[.!?](?:"[^.!?]*\.)?\s*')
 
@@ -115,10 +117,17 @@ def _introduce(w: _Writer, people: list[str], pets: list[str], towns: list[str])
         w.add("friend", a=people[0], b=people[1])
     if draw.chance(0.4):
         w.add("weather", w=draw.pick(lexicon.WEATHER))
-    for noun in draw.sample(tuple(lexicon.NOUNS), draw.between(1, 2)):
-        for person in people[: draw.between(1, 2)]:
-            parts = w.counted(draw.between(3, 12), noun)
-            w.add("has", template=world.FORMS["has"][0][0], a=person, **parts)
+    # One kind of thing each, in the order of the people: nobody's count can be stated twice here.
+    kinds = draw.sample(tuple(lexicon.NOUNS), 2)
+    for person in people[: draw.between(1, len(people))]:
+        parts = w.counted(draw.between(4, 12), draw.pick(kinds))
+        w.add("has", template=world.FORMS["has"][0][0], a=person, **parts)
+
+
+def _changed_once(history: list[tuple[str, int | None]]) -> bool:
+    """Says whether a count is one change away from its last statement."""
+    changes = [change for _, change in history[-2:]]
+    return len(changes) == 2 and changes[0] is None and changes[1] is not None
 
 
 def _event(w: _Writer, people: list[str]) -> None:
@@ -129,7 +138,7 @@ def _event(w: _Writer, people: list[str]) -> None:
     if kind < 5:
         held = [(f, int(v)) for f, v in values.items() if f[0] == "count" and int(v) > 0]
         (_, owner, noun), number = draw.pick(held) if held else (("", person, "coin"), 0)
-        amount = draw.between(1, min(number, 6)) if number else 0
+        amount = draw.between(1, min(number, MAX_CHANGE)) if number else 0
         if kind < 2 and amount:
             receiver = draw.pick([p for p in people if p != owner])
             if int(values.get(("count", receiver, noun), 0)) + amount > MAX_COUNT:
@@ -143,10 +152,11 @@ def _event(w: _Writer, people: list[str]) -> None:
                 w.add("eat", a=owner, f=parts["o"], **parts)
             else:
                 w.add("lose", a=owner, **parts)
-        elif 0 < number <= MAX_COUNT - 6:
-            w.add(draw.pick(("buy", "find")), a=owner, **w.counted(draw.between(1, 6), noun))
+        elif 0 < number <= MAX_COUNT - MAX_CHANGE:
+            parts = w.counted(draw.between(1, MAX_CHANGE), noun)
+            w.add(draw.pick(("buy", "find")), a=owner, **parts)
         fact = ("count", owner, noun)
-        if draw.chance(0.2) and fact in values:
+        if draw.chance(0.4) and _changed_once(w.facts.history.get(fact, [])):
             w.add("has", a=owner, **w.counted(int(values[fact]), noun))
     elif kind < 7:
         here = values.get(("at", person))

@@ -30,7 +30,7 @@ from deepinfer_jax.training.tokenizer import load
 
 MODES = [(t, False) for t in TASKS] + [(t, True) for t in TASKS if t in THINKING_TASKS]
 # Text of the first 300 items of the train split, seed 0.
-CORPUS_SHA256 = "97a318e6e29a3a16fa6176de3e17319e151ceb2a39ed784e917639e2f56c592a"
+CORPUS_SHA256 = "a33824b81d7d3ffee723c1a4a5f7737bb392f3a75dd31823431bb4ef58e31e7f"
 PAIR = re.compile(r"(?=(?<!\d)(\d+ [+-] \d+)(?!\d))")
 
 
