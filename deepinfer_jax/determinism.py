@@ -3,9 +3,15 @@
 D0 run to run, D1 whatever else is in the batch, D2 however a prompt is cut into steps, D3 whatever
 is cached, D4 with drafts as without, D5 on every mesh. Portability to another device or another
 version of the compiler (D6) is never promised.
+
+On a GPU the same program runs as on a CPU: fixed-shape tiles, every sum in a fixed order. That this
+gives equal bits there is a measurement, not a theorem (determinism.md 8): per kind of device, made
+by `benchmarks.invariance_gpu` and entered in `PROVEN_GPUS`. On other kinds the level runs, and the
+report says that nothing is proven.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
@@ -16,6 +22,12 @@ from deepinfer_jax.errors import ConfigError
 PROMISES = ("D0", "D1", "D2", "D3", "D4", "D5")
 #: Promise -> (whether it is held, the reason).
 Report = dict[str, tuple[bool, str]]
+GPU_PLATFORMS = ("gpu", "cuda")
+#: Kind of GPU -> the measurement that shows D0 to D4 there.
+PROVEN_GPUS: Mapping[str, str] = {}
+#: Rows of the network's tiles at "batch": part of the arithmetic, one height for all programs of a
+#: device. A GPU waits for launches and loop conditions rather than for rows, so tiles are tall.
+ROW_TILES = {"cpu": 8, "gpu": 64}
 
 
 @runtime_checkable
@@ -57,7 +69,16 @@ def report(
         has_drafts=has_drafts,
         platform=jax.default_backend(),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
+        device_kind=jax.devices()[0].device_kind,
     )
+
+
+def row_tile(determinism: str) -> int:
+    """Returns the rows of the network's tiles at a level here. Initialises the JAX backend."""
+    import jax
+
+    on_gpu = determinism == "batch" and jax.default_backend() in GPU_PLATFORMS
+    return ROW_TILES["gpu" if on_gpu else "cpu"]
 
 
 def promises(
@@ -67,8 +88,36 @@ def promises(
     has_drafts: bool,
     platform: str,
     xla_flags: str,
+    device_kind: str = "",
 ) -> Report:
-    """Returns the same for a given platform ("cpu", "gpu", ...) and value of XLA_FLAGS; pure."""
+    """Returns the same for a given platform ("cpu", "gpu", ...) and value of XLA_FLAGS; pure.
+
+    device_kind: as JAX names it; decides on a GPU whether the promises of "batch" are proven.
+    """
+    found = _designed(execution, runtime, has_drafts, platform, xla_flags)
+    if execution.determinism != "batch" or platform not in GPU_PLATFORMS:
+        return found
+    evidence = PROVEN_GPUS.get(device_kind)
+    if evidence is None:
+        unproven = (
+            f"built to be held, but not proven on {device_kind!r}: run `python -m "
+            "benchmarks.invariance_gpu` there"
+        )
+        return {name: (False, unproven if held else why) for name, (held, why) in found.items()}
+    return {
+        name: (held, f"{why}; measured on {device_kind} ({evidence})" if held else why)
+        for name, (held, why) in found.items()
+    }
+
+
+def _designed(
+    execution: ExecutionConfig,
+    runtime: RuntimeConfig,
+    has_drafts: bool,
+    platform: str,
+    xla_flags: str,
+) -> Report:
+    """Returns what the programs are built to hold, proven on this device or not."""
     level = execution.determinism
     if level == "off":
         return dict.fromkeys(PROMISES, (False, 'determinism="off" promises nothing'))
@@ -79,7 +128,7 @@ def promises(
     if fault is not None:
         return dict.fromkeys(PROMISES, (False, fault))
     return {
-        "D0": (True, "compiled programs on CPU run in one order; random bits come from counters"),
+        "D0": (True, _ordered(platform)),
         "D1": (True, _arithmetic(execution)),
         "D2": (True, _chunks(runtime)),
         "D3": _cache(runtime),
@@ -91,7 +140,8 @@ def promises(
 def require_level(execution: ExecutionConfig, runtime: RuntimeConfig | None = None) -> None:
     """Checks that level "batch", if it is asked for, can be held: D0 to D4.
 
-    At "run" nothing raises: on an accelerator D0 depends on flags, and the report says which.
+    At "run" nothing raises: on an accelerator D0 depends on flags, and the report says which. Nor
+    does a GPU on which the level is not proven yet: `verify` and the benchmark have to run there.
 
     Args:
         execution: how a model is to be run.
@@ -102,7 +152,10 @@ def require_level(execution: ExecutionConfig, runtime: RuntimeConfig | None = No
     """
     if execution.determinism != "batch":
         return
-    found = report(execution, runtime or RuntimeConfig())
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    found = _designed(execution, runtime or RuntimeConfig(), True, jax.default_backend(), flags)
     for promise in PROMISES[:5]:
         held, reason = found[promise]
         if not held:
@@ -112,18 +165,29 @@ def require_level(execution: ExecutionConfig, runtime: RuntimeConfig | None = No
             )
 
 
+def _ordered(platform: str) -> str:
+    if platform == "cpu":
+        return "compiled programs on CPU run in one order; random bits come from counters"
+    return "no float scatter-add, pinned kernels, random bits from counters"
+
+
+def _is_pinned(xla_flags: str) -> bool:
+    """Says whether every process chooses the same kernels for its products."""
+    flags = parse_xla_flags(xla_flags)
+    return flags.get("xla_gpu_autotune_level") == "0" or bool(
+        flags.get("xla_gpu_load_autotune_results_from")
+    )
+
+
 def _run_to_run(platform: str, xla_flags: str) -> tuple[bool, str]:
     if platform == "cpu":
-        return True, "compiled programs on CPU run in one order; random bits come from counters"
+        return True, _ordered(platform)
     flags = parse_xla_flags(xla_flags)
     is_ordered = any(
         flags.get(name, "").lower() in ("true", "1")
         for name in ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
     )
-    is_pinned = flags.get("xla_gpu_autotune_level") == "0" or bool(
-        flags.get("xla_gpu_load_autotune_results_from")
-    )
-    if is_ordered and is_pinned:
+    if is_ordered and _is_pinned(xla_flags):
         return True, "XLA_FLAGS exclude atomics and pin the choice of kernels"
     return False, (
         f"on {platform!r} kernels are chosen by timing in every process and may use atomics, "
@@ -133,8 +197,13 @@ def _run_to_run(platform: str, xla_flags: str) -> tuple[bool, str]:
 
 def _batch_fault(platform: str, xla_flags: str) -> str | None:
     """Returns why level "batch" cannot be held at all, or None."""
-    if platform != "cpu":
-        return f"it is proven on CPU only so far, this process runs on {platform!r}"
+    if platform != "cpu" and platform not in GPU_PLATFORMS:
+        return f"it exists on CPU and on NVIDIA GPUs, this process runs on {platform!r}"
+    if platform in GPU_PLATFORMS and not _is_pinned(xla_flags):
+        return (
+            "kernels of products are chosen by timing in every process, unless XLA_FLAGS has "
+            "--xla_gpu_autotune_level=0 when JAX starts"
+        )
     against = [flag for flag in numerics_flags(xla_flags, {}) if flag["contradicts_batch"]]
     if against:
         named = (f"{flag['name']}={flag['value']} ({flag['why']})" for flag in against)

@@ -3,6 +3,8 @@
 A message states the rule, what was received, where, and what to do (style.md 3.9).
 """
 
+from pallas_kernels.errors import KernelUnsupported
+
 
 class DeepInferError(Exception):
     """Base class of every error this package raises on purpose."""
@@ -24,7 +26,7 @@ class InputError(DeepInferError, ValueError):
     """A prompt, token id or request parameter outside its documented range."""
 
 
-class KernelSelectionError(DeepInferError, ValueError):
+class KernelSelectionError(DeepInferError, KernelUnsupported):
     """A kernel implementation that was named but does not exist or cannot run here."""
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
+
 from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
@@ -17,16 +19,18 @@ from deepinfer_jax.config.model import (
     ModelConfig,
     NumericsMode,
 )
-from deepinfer_jax.determinism import require_level
+from deepinfer_jax.determinism import require_level, row_tile
 from deepinfer_jax.errors import (
     CheckpointError,
     ConfigError,
-    KernelSelectionError,
     TokenizerError,
 )
 from deepinfer_jax.model.engram.vocabulary import build_token_map
+from deepinfer_jax.model.kernel_layout import for_kernels
 from deepinfer_jax.model.registry import AnyParams
+from deepinfer_jax.numerics.selection import choose_kernels
 from deepinfer_jax.speculative.calibration import read_temperatures
+from deepinfer_jax.speculative.pairing import check_target
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,8 +40,6 @@ EMBEDDED = Path(__file__).parent / "data" / "nano"
 #: Float32 weights up to this size are expanded once at load; larger ones stay quantised and are
 #: dequantised where they are used, with the same values.
 EXPAND_LIMIT_BYTES = 4 * 2**30
-#: Named implementations of single operations, beside "xla".
-VARIANTS = {"output_projection": ("xla", "fp8")}
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ def load(
             dequantised, nothing else rounded).
         determinism: "batch", "run" or "off" (determinism.md 1).
         mesh: Only None (one device) so far.
-        kernels: None, "xla", or a mapping operation -> implementation; `VARIANTS` lists what exists
-            so far (no Pallas or Ascend implementation does).
+        kernels: None (per op the best kernel that is verified on this kind of device, else XLA),
+            "xla", "pallas" (a verified kernel for every op of `pallas_kernels.COVERED`, or it
+            raises), "pallas_interpret" (the same bodies interpreted on a CPU: for tests), or a
+            mapping op -> implementation. `deepinfer-jax env` lists what exists where.
         tp_chunks: Only None so far; it belongs to tensor parallelism.
         seed: Initialises random weights, so it raises for a source that has weights.
         engram: Engram tables on the "device", in "host" memory, or "mapped" from the file.
@@ -84,14 +88,15 @@ def load(
 
     Raises:
         ConfigError: The config or an option cannot be honoured.
+        KernelSelectionError: A kernel that was named does not exist or cannot run here.
         CheckpointError: Files are absent, damaged or do not match the config.
         TokenizerError: The tokenizer does not belong to the config.
     """
-    _check_options(numerics, determinism, mesh, kernels, tp_chunks)
+    _check_options(numerics, determinism, mesh, tp_chunks)
     execution = ExecutionConfig(
         numerics=cast(NumericsMode, numerics),
         determinism=cast(DeterminismLevel, determinism),
-        kernels=tuple((k, v) for k, v in _chosen(kernels) if v != "xla"),
+        row_tile=row_tile(determinism),
     )
     require_level(execution)
     folder = resolve_folder(source)
@@ -106,6 +111,12 @@ def load(
             f'deepseek_v4 runs with numerics="float32" only, got {numerics!r}: no vectors of its '
             "own rounding points exist"
         )
+    chosen = choose_kernels(
+        kernels,
+        numerics=numerics,
+        scale_block=config.dense_block_size,
+        device_kind=jax.devices()[0].device_kind,
+    )
     tokenizer = read_tokenizer(folder)
     token_map = None
     if config.engram is not None:
@@ -117,11 +128,16 @@ def load(
         token_map = build_token_map(tokenizer, config.engram, config.vocab_size)
     read = load_converted if is_converted(folder) else load_params
     params = read(folder, config, progress=progress, engram=engram)
-    if numerics == "float32" and _float32_bytes(config) <= EXPAND_LIMIT_BYTES:
+    if numerics == "float32" and fits_expanded(config):
         params = expand_float32(params)
+    execution = replace(execution, kernels=chosen)
+    params = for_kernels(params, execution)
     if token_map is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
-    fitted = read_temperatures(folder, params, config) if config.draft is not None else None
+    fitted = None
+    if config.draft is not None:
+        check_target(folder, params, config)
+        fitted = read_temperatures(folder, params, config)
     return Model(
         config=replace(config, execution=execution),
         params=params,
@@ -183,7 +199,6 @@ def _check_options(
     numerics: str,
     determinism: str,
     mesh: Any,
-    kernels: str | Mapping[str, str] | None,
     tp_chunks: int | None,
 ) -> None:
     for name, value, legal in (
@@ -196,28 +211,11 @@ def _check_options(
         raise ConfigError(f"mesh must be None (one device) so far, got {mesh!r}")
     if tp_chunks is not None:
         raise ConfigError(f"tp_chunks must be None without tensor parallelism, got {tp_chunks!r}")
-    for operation, name in _chosen(kernels):
-        if name not in VARIANTS.get(operation, ("xla",)):
-            raise KernelSelectionError(
-                f'kernels must be None, "xla" or a mapping of {VARIANTS} so far, got {operation}='
-                f"{name!r}: no other implementation exists"
-            )
-        if name != "xla" and numerics == "float32":
-            raise KernelSelectionError(
-                f'{operation}={name!r} differs in its quantisers only, and numerics="float32" has '
-                'none: use numerics="checkpoint"'
-            )
 
 
-def _chosen(kernels: str | Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    """Returns (operation, implementation) pairs, sorted; "all" stands for every operation."""
-    if isinstance(kernels, str):
-        return (("all", kernels),)
-    return tuple(sorted((kernels or {}).items()))
+def fits_expanded(config: ModelConfig) -> bool:
+    """Says whether all weights as float32 take at most `EXPAND_LIMIT_BYTES`."""
+    return 4 * count_summary(tensor_inventory(config)).elements <= EXPAND_LIMIT_BYTES
 
 
-def _float32_bytes(config: ModelConfig) -> int:
-    return 4 * count_summary(tensor_inventory(config)).elements
-
-
-__all__ = ["EMBEDDED", "Model", "load", "read_tokenizer", "resolve_folder"]
+__all__ = ["EMBEDDED", "Model", "fits_expanded", "load", "read_tokenizer", "resolve_folder"]

@@ -8,10 +8,11 @@ import typer
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Versions, devices, flags that matter for numerics, promises, and what each extra lacks."""
+    """Versions, devices, flags that matter for numerics, promises, kernels, missing extras."""
     from deepinfer_jax.environment import collect
+    from deepinfer_jax.numerics.selection import kernel_report
 
-    record = collect() | {"determinism": _promises()}
+    record = collect() | {"determinism": _promises(), "kernels": kernel_report()}
     if as_json:
         import json
 
@@ -55,6 +56,7 @@ def _print_tables(record: dict[str, Any]) -> None:
             n: ("held: " if held else "not held: ") + why for n, (held, why) in promises.items()
         }
         _print_rows(console, f'determinism="{level}"', lines)
+    _print_kernels(console, record["kernels"])
     cache = record["compilation_cache"]
     _print_rows(
         console, "compilation cache", {"directory": cache["directory"], "enabled": cache["enabled"]}
@@ -66,6 +68,21 @@ def _print_tables(record: dict[str, Any]) -> None:
     _print_rows(console, "extras", missing)
     for warning in record["warnings"]:
         console.print(f"[bold red]warning:[/] {escape(warning)}")
+
+
+def _print_kernels(console: Any, kernels: dict[str, Any]) -> None:
+    lines = {}
+    for row in kernels["ops"]:
+        pallas = row["pallas"] or "raises"
+        others = ", ".join(
+            f"{entry['implementation']} ({entry['arch']}: {entry['status']})"
+            for entry in row["entries"]
+        )
+        lines[row["op"]] = (
+            f'None: {row["default"]}; "pallas": {pallas}; exist: xla, {others}; '
+            f"tiles {row['tiles_sha256'][:12]}"
+        )
+    _print_rows(console, f"kernels on {kernels['device_kind']!r}", lines)
 
 
 def _print_rows(console: Any, title: str, rows: dict[str, Any]) -> None:

@@ -51,9 +51,10 @@ def train_draft(
     What the stages see of TARGET is computed within each step, from the batch at hand: no features
     are stored, so the data may be of any size.
 
-    With another --head or --block the config.json of OUT/checkpoint says so. Tensors that TARGET
-    has too are taken over, those of a head that it does not have begin at random. Fit temperatures
-    afterwards (`train temperatures`): those of TARGET belong to its own drafts.
+    With another --head or --block the config.json of OUT/checkpoint says so, and dspark_target.json
+    there names the target: the drafts load with no other. Tensors that TARGET has too are taken
+    over, those of a head that it does not have begin at random. Fit temperatures afterwards (`train
+    temperatures`): those of TARGET belong to its own drafts.
     """
     import json
 
@@ -64,6 +65,7 @@ def train_draft(
     from deepinfer_jax.loading import load, resolve_folder
     from deepinfer_jax.model.draft import draft_settings
     from deepinfer_jax.speculative.calibration import FILE_NAME
+    from deepinfer_jax.speculative.pairing import write_target
     from deepinfer_jax.training import data as data_files
     from deepinfer_jax.training import draft as drafts
     from deepinfer_jax.training import loop as loops
@@ -123,5 +125,6 @@ def train_draft(
         tokenizer_from=None if model.tokenizer is None else source,
     )
     (folder / FILE_NAME).unlink(missing_ok=True)  # of the drafts that were there before
+    write_target(folder, model.params, config)
     size = sum(path.stat().st_size for path in folder.iterdir())
     console.print(f"{folder}: step {int(state.step)}, {size / 1e6:.2f} MB")

@@ -1,7 +1,8 @@
 """`deepinfer-jax verify`: whether a checkpoint has the same bits in any company, here."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -42,18 +43,27 @@ def verify(
     to: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report to a file.")
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Compare with a report that somebody else wrote with --json."
+        ),
+    ] = None,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw which positions of which case differ.")
     ] = None,
 ) -> None:
     """Runs MODEL in adverse company and compares every bit with the lone run.
 
-    Exit code 0: all bits are equal; 1: some are not, and the table says where; 2: usage.
+    With --against: says whether the two runs are comparable, then whether their bits match, and if
+    not where. Exit code 0: all bits are equal; 1: some are not, here or against a comparable
+    report, and it is said where; 2: usage.
     """
     from rich.console import Console
 
     from deepinfer_jax.config.runtime import RuntimeConfig
     from deepinfer_jax.errors import ConfigError
+    from deepinfer_jax.invariance.fingerprint import read_report
     from deepinfer_jax.invariance.runner import CASES, select_cases
     from deepinfer_jax.pictures import require_matplotlib
 
@@ -63,6 +73,7 @@ def verify(
     names = None if cases is None else [name.strip() for name in cases.split(";") if name.strip()]
     select_cases(names)
     _check_files(to, png)
+    theirs = None if against is None else read_report(against)
     if png is not None:
         require_matplotlib("--png")
     if level != "batch":
@@ -82,7 +93,8 @@ def verify(
     if not any(row.skipped is None for row in report.rows):
         raise ConfigError("no case ran: raise --budget, or name others with --cases")
     console.print(summary(report))
-    if not report.is_equal:
+    is_broken = theirs is not None and compare(theirs, report)
+    if is_broken or not report.is_equal:
         raise typer.Exit(1)
 
 
@@ -98,9 +110,12 @@ def run(
 ) -> "Report":
     """Loads the model and verifies it, with the running case on a terminal."""
     from deepinfer_jax.cli.generate import load_with_bar
+    from deepinfer_jax.determinism import determinism_report
     from deepinfer_jax.invariance.runner import verify_invariance
 
     model = load_with_bar(console, source, numerics=numerics, determinism=level)
+    for name, (held, reason) in determinism_report(model, runtime).items():
+        console.print(f"{name} {'claimed' if held else 'not claimed'}: {reason}", markup=False)
     with console.status("") as status:
         return verify_invariance(
             model,
@@ -110,6 +125,16 @@ def run(
             budget_s=budget,
             progress=lambda name: status.update(f"running: {name}"),
         )
+
+
+def compare(theirs: dict[str, Any], report: "Report") -> bool:
+    """Prints how a report compares with another; returns whether promised bits differ."""
+    from deepinfer_jax.invariance.fingerprint import compare_reports
+
+    found = compare_reports(theirs, json.loads(report.to_json()))
+    for line in found.lines():
+        typer.echo(line)
+    return found.is_broken
 
 
 def summary(report: "Report") -> str:

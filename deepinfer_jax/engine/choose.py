@@ -120,7 +120,7 @@ def choose(
             start = index * TILE
             number = start + jnp.arange(TILE, dtype=jnp.int32)
             rows = _tile_rows(slots, plan, emitters, stop, number, hidden)
-            logits = ops.contract(rows.hidden, params.head)
+            logits = ops.head(rows.hidden, params.head)
             rules = slots.rules.take(rows.slot)
             token, status, log_p = _sample(slots, rules, rows, logits, never)
             chosen = judge(rules, rows, number, token, status, log_p)

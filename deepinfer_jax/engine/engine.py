@@ -18,6 +18,7 @@ import jax
 
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.keys import root_key
+from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.determinism import require_level
 from deepinfer_jax.engine.device import Device, Flight
@@ -36,7 +37,7 @@ from deepinfer_jax.engine.snapshot import pack_request, unpack_request
 from deepinfer_jax.engine.stats import DraftCounts, EngineStats, collect_stats
 from deepinfer_jax.engine.trace import Trace
 from deepinfer_jax.errors import ConfigError, InputError
-from deepinfer_jax.loading import Model
+from deepinfer_jax.loading import Model, fits_expanded
 from deepinfer_jax.model.params import same_form
 from deepinfer_jax.sampling.edits import GRAMMAR
 from deepinfer_jax.sampling.params import SamplingParams
@@ -89,7 +90,7 @@ class Engine:
         self._factory = request_factory(model, runtime, records=True)
         self._device = Device(
             self.config,
-            model.params,
+            self._expanded(model.params),
             self.capacity.layout,
             stop_ids=runtime.max_stop_ids,
             drafting=drafting,
@@ -355,13 +356,23 @@ class Engine:
             InputError: a leaf differs in shape or dtype, or requests are running.
         """
         self._settle("weights are replaced")
-        if not same_form(self._device.params, params):
+        if not same_form(self.model.params, params):
             raise InputError("replace_params needs a tree of the same structure, shapes and dtypes")
-        self._device.params = params
+        self._device.params = self._expanded(params)
         self.model = replace(self.model, params=params)
         self._factory = self._factory.with_weights(self.model)
         self._weights += 1
         self.scheduler.cache.clear()
+
+    def _expanded(self, params: Any) -> Any:
+        """Returns the weights as the programs take them: of a small model as float32.
+
+        Exactly, so no bit of any output changes. A tile of few rows would spend more time on
+        expanding weights than on products, and again for the next tile.
+        """
+        if self.config.execution.kernels or not fits_expanded(self.config):
+            return params
+        return expand_float32(params)
 
     def snapshot(self) -> dict[str, Any]:
         """Returns every unfinished request as plain values: prompt, params, seed, output.

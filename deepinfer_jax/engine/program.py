@@ -186,7 +186,7 @@ def _score_prompt(
         rows = lax.dynamic_slice_in_dim(hidden, start, TILE)
         target = lax.dynamic_slice_in_dim(parts.target, start, TILE)
         rows, target = lax.optimization_barrier((rows, target))
-        logits = ops.contract(rows, params.head)
+        logits = ops.head(rows, params.head)
         raw = jnp.zeros((TILE,), bool)
         record = token_record(logits, logits, raw, target, alternatives)
         return jax.tree.map(

@@ -65,8 +65,8 @@ def _cut_sizes(lab: Lab) -> list[int]:
 def _chunks(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
     sizes = _cut_sizes(lab)
     size, ids = sizes[number % len(sizes)], _sequence(lab, number // len(sizes))
-    edge = 8 * lab.tile
-    if size < lab.tile and 2 * edge < lab.length:  # single rows at both ends are enough
+    edge = 8 * lab.few
+    if size < lab.few and 2 * edge < lab.length:  # single rows at both ends are enough
         calls = chunks(VICTIM, ids[:edge], [size])
         calls += chunks(VICTIM, ids[:-edge], [lab.length], start=edge)
         calls += chunks(VICTIM, ids, [size], start=lab.length - edge)
@@ -128,9 +128,9 @@ def _neighbours(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
 def _arrival(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
     """A whole prompt arrives in the middle of single-token decoding."""
     ids, other = _sequence(lab, number), _sequence(lab, number + 1)
-    start = lab.length - 3 * lab.tile
+    start = lab.length - 3 * lab.few
     calls = chunks(VICTIM, ids, [start, *[1] * (lab.length - start)])
-    at = 2 + int(rng.integers(1, lab.tile))
+    at = 2 + int(rng.integers(1, lab.few))
     rest = lab.shape.rows - len(calls[at].parts[0].ids)
     arriving = Part(1, 0, other[:rest])
     parts = (arriving, *calls[at].parts) if number % 2 else (*calls[at].parts, arriving)
@@ -184,7 +184,7 @@ def _recompute(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
     """Preempted in the middle of decoding; its slot and blocks go to another; begun again."""
     ids, other = _sequence(lab, number), _sequence(lab, number + 1)
     stop = int(rng.integers(lab.length // 2, lab.length - 2))
-    start = stop - lab.tile
+    start = stop - lab.few
     first = [Open(VICTIM, ids), *chunks(VICTIM, ids[:stop], [start, 1])]
     taken = [Open(VICTIM, other), *map(_uncompared, chunks(VICTIM, other, [lab.tile + 1]))]
     slot = VICTIM if number % 2 else 1
@@ -196,7 +196,7 @@ def _drafts(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
     """Rounds of 0..5 drafts: all right, all wrong, or mixed."""
     drafts, kind = number % 6, ("right", "wrong", "mixed")[number // 6 % 3]
     ids = _sequence(lab, number)
-    start = lab.length - 6 * lab.tile
+    start = lab.length - 6 * lab.few
     right = {
         "right": np.full(lab.length, drafts),
         "wrong": np.zeros(lab.length, int),
@@ -230,7 +230,7 @@ def _replay(mode: str) -> Make:
     def make(lab: Lab, rng: np.random.Generator, number: int) -> Schedule:
         ids = _sequence(lab, number)
         floor = lab.floor(ids, mode)  # pyright: ignore[reportArgumentType]
-        cut = lab.length - lab.tile - 1  # the last rows one by one, or as they come
+        cut = lab.length - lab.few - 1  # the last rows one by one, or as they come
         sizes = [[lab.tile + 1], [cut, 1], _random_sizes(lab, rng)][number % 3]
         actions = [Open(VICTIM, ids, floor=floor), *chunks(VICTIM, ids, sizes)]
         detail = f"decoder rows from {floor}, chunks of {sizes[0]}, {sizes[-1]}"

@@ -15,6 +15,7 @@ from deepinfer_jax.cache.hit import HitRule, first_decoder_row, hit_rule
 from deepinfer_jax.config.model import ModelConfig, Replay
 from deepinfer_jax.config.roles import source_ratios
 from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
+from deepinfer_jax.invariance.fingerprint import Fingerprint, fingerprint
 from deepinfer_jax.invariance.schedule import (
     Action,
     Call,
@@ -35,6 +36,7 @@ from deepinfer_jax.model.step import Plan, logits, plan_length
 
 SLOTS = 6
 LOGIT_ROWS = 32  # of a plan; further rows go through the head afterwards
+FEW = 8  # rows by which cases measure: a CPU's tile; those of a GPU are too tall
 LONGEST = 1024  # tokens that a case may need; longer halos are skipped
 GARBAGE = 77  # in integers of a poisoned cache
 Compared = list[tuple[int, np.ndarray]]  # (position, float32 [v])
@@ -56,15 +58,16 @@ class Lab:
         self.model, self.params, self.runtime = model, model.params, runtime
         config = self.config = model.config
         self.tile, self.window = config.execution.row_tile, config.attention.sliding_window
+        self.few = min(self.tile, FEW)
         blocks = [16, *source_ratios(config)]
         given = runtime.block_tokens != RuntimeConfig().block_tokens
         self.block = runtime.block_tokens if given else math.lcm(*blocks)
         limit = min(config.max_position_embeddings, LONGEST)
         topk = config.indexer.index_topk if config.indexer else 0
-        wanted = max(96, topk + self.window + 44, 2 * self.block + self.tile + 4)
+        wanted = max(96, topk + self.window + 44, 2 * self.block + self.few + 4)
         self.length = min(wanted, limit)
         halo = self.rule("off", "halo").recomputed_rows
-        self.halo_length = (halo // self.block + 2) * self.block + self.tile + 3
+        self.halo_length = (halo // self.block + 2) * self.block + self.few + 3
         self.has_halo = self.halo_length <= limit
         longest = max(self.length, self.halo_length if self.has_halo else 0)
         rows = plan_length(longest, self.tile)
@@ -127,6 +130,11 @@ class Lab:
             found = execute(self, self.lone_schedule(ids, replay, floor))
             self._lone[key] = np.stack([row for _, row in found])
         return self._lone[key]
+
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """Returns the fingerprints of this lab's sequences whose lone runs are kept."""
+        kept = ((ids, self._lone.get((ids, "off", 0))) for ids in self.sequences)
+        return tuple(fingerprint(ids, rows) for ids, rows in kept if rows is not None)
 
     def fresh(self, schedule: Schedule) -> AnyState:
         """Returns the cache in which a schedule starts, where the parameters are."""
@@ -195,9 +203,11 @@ def walk(lab: Lab, schedule: Schedule) -> Iterator[tuple[Call, Held]]:
             leaves = jax.tree.map(jnp.asarray, saved[action.length])
             held.cache = slots.put_checkpoint(config, cache, action.slot, action.length, leaves)
         elif isinstance(action, Share):
-            table, count = cache.block_table, action.blocks
-            table = table.at[action.target, :count].set(table[action.source, :count])
-            held.cache = replace(cache, block_table=table)
+            # On the host: as operations of a GPU every count would be compiled.
+            table, count = np.array(cache.block_table), action.blocks
+            table[action.target, :count] = table[action.source, :count]
+            place = lab.params.embed.sharding
+            held.cache = replace(cache, block_table=jax.device_put(table, place))
         else:
             held.cache = _open(lab.params, config, cache, *_open_words(config, action))
 

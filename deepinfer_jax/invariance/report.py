@@ -1,10 +1,11 @@
 """What a verification found: one row a case, as values, JSON, a table and a picture."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_jax.invariance.fingerprint import Fingerprint
 from deepinfer_jax.pictures import new_picture, save_picture
 
 if TYPE_CHECKING:
@@ -69,7 +70,11 @@ class CaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Result of `verify_invariance`. level: of determinism. versions: of jax and jaxlib."""
+    """Result of `verify_invariance`. level: of determinism. versions: of jax and jaxlib.
+
+    run: weights and options that decide bits. environment: device, versions, flags, code.
+    promises: what is claimed here, [held, reason] by name. fingerprints: of the lone runs.
+    """
 
     source: str
     level: str
@@ -79,6 +84,10 @@ class Report:
     seed: int
     seconds: float
     rows: tuple[CaseRow, ...]
+    run: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    promises: dict[str, list[Any]] = field(default_factory=dict)
+    fingerprints: tuple[Fingerprint, ...] = ()
 
     @property
     def is_equal(self) -> bool:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.determinism import determinism_report
+from deepinfer_jax.environment import provenance
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.invariance.cases import NETWORK_CASES, NetworkCase, Skip
 from deepinfer_jax.invariance.control import CONTROL, flipped
@@ -19,6 +21,7 @@ from deepinfer_jax.invariance.observe import locate as find_difference
 from deepinfer_jax.invariance.report import MOST_POSITIONS, CaseRow, Difference, Report
 from deepinfer_jax.invariance.schedule import Schedule
 from deepinfer_jax.loading import Model
+from deepinfer_jax.record.weights import weights_root
 
 Case = NetworkCase | EngineCase
 MESH = "mesh"
@@ -81,6 +84,16 @@ def verify_invariance(
         seed=seed,
         seconds=time.perf_counter() - begin,
         rows=tuple(rows),
+        run={
+            "weights_sha256": weights_root(model.params),
+            "numerics": execution.numerics,
+            "determinism": execution.determinism,
+            "kernels": dict(execution.kernels),
+            "row_tile": execution.row_tile,
+        },
+        environment=provenance(),
+        promises={name: list(held) for name, held in determinism_report(model, runtime).items()},
+        fingerprints=lab.fingerprints(),
     )
 
 

@@ -87,7 +87,7 @@ def head_output(
     if settings.dspark_head != "rnn":
         return memory, embedded
     joined = jnp.concatenate([memory, embedded, hidden], axis=1)
-    gate, candidate, output = jnp.split(ops.contract(joined, draft.rnn_joint), 3, axis=1)
+    gate, candidate, output = jnp.split(ops.contract_float32(joined, draft.rnn_joint), 3, axis=1)
     keep = jax.nn.sigmoid(gate)
     # Pinned: a contracted product would round differently in another fusion.
     memory = pin(keep * memory) + pin((1.0 - keep) * jnp.tanh(candidate))
@@ -104,14 +104,14 @@ def head_scores(
     """Returns the logits of the drafts: those of the parallel stages plus the head's part."""
     if settings.dspark_head == "none":
         return base
-    return base + ops.contract(output, draft.markov_head)
+    return base + ops.contract_float32(output, draft.markov_head)
 
 
 def confidence_logits(
     ops: Ops, draft: DraftParams, hidden: Float[Array, "t d"], embedded: Float[Array, "t r"]
 ) -> Float[Array, " t"]:
     """Returns w . [hidden; W1[x]] of every row; `hidden` is taken before the final norm."""
-    return ops.contract(jnp.concatenate([hidden, embedded], axis=1), draft.confidence)[:, 0]
+    return ops.contract_float32(jnp.concatenate([hidden, embedded], axis=1), draft.confidence)[:, 0]
 
 
 def probability(logit: Float[Array, " t"]) -> Float[Array, " t"]:

@@ -25,7 +25,7 @@ def mix_coefficients(
     """
     n = mhc.hc_mult
     flat = streams.reshape(streams.shape[0], -1)
-    mixed = ops.contract(flat, params.fn) * ops.rms_scale(flat, eps)[:, None]
+    mixed = ops.contract_float32(flat, params.fn) * ops.rms_scale(flat, eps)[:, None]
     scale, base = params.scale, params.base
     pre = jax.nn.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + mhc.hc_eps
     post = 2.0 * jax.nn.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import MoEConfig
 from deepinfer_jax.model.params import ExpertParams, LayerParams
+from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.ops import Ops
 from pallas_kernels import core
 
@@ -104,6 +105,37 @@ def routed_experts(
     return lax.scan(visit, start, order)[0]
 
 
+def grouped_experts(
+    ops: Ops,
+    moe: MoEConfig,
+    experts: ExpertParams,
+    layer: Int[Array, ""] | int,
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    valid: Bool[Array, " t"],
+) -> Float[Array, "t k d"]:
+    """Returns the same as `routed_experts` by one grouped product over the selected experts.
+
+    Rows are sorted by expert; rows that are not valid come last and reach no expert. `experts`
+    lie as they were loaded or as `for_kernels` arranges them.
+    """
+    count = moe.n_routed_experts
+    ids = jnp.where(valid[:, None], ids, count)
+    # all layers in one stack of experts: a layer's slice would be copied out before the kernel
+    stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), experts)
+    return kernels.routed_experts(
+        x,
+        (stacks.w1, stacks.w3, stacks.w2),
+        layer * count,
+        count,
+        ids,
+        weights,
+        moe.swiglu_limit,
+        ops.kernel("grouped_matmul"),
+    )
+
+
 def every_expert(
     ops: Ops,
     moe: MoEConfig,
@@ -148,5 +180,7 @@ def moe_layer(
         leaves = jax.tree.map(lambda leaf: leaf[layer], params.experts)
         routed = every_expert(ops, moe, leaves, x, ids, weights)[:, None]
     else:
-        routed = routed_experts(ops, moe, params.experts, layer, x, ids, weights, valid)
+        grouped = ops.kernel("grouped_matmul") != "xla"
+        run = grouped_experts if grouped else routed_experts
+        routed = run(ops, moe, params.experts, layer, x, ids, weights, valid)
     return ops.combine(routed, swiglu(ops, moe, params.shared, x)), ids, weights

@@ -16,6 +16,7 @@ from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.registry import AnyParams, AnyState, network_of
 from deepinfer_jax.model.tile import Rows
 from deepinfer_jax.numerics.ops import ops_for
+from pallas_kernels import core
 
 
 @struct.dataclass
@@ -114,7 +115,7 @@ def logits(
     params: AnyParams, config: ModelConfig, hidden: Float[Array, "n d"]
 ) -> Float[Array, "n v"]:
     """Returns float32 logits of final normed hidden rows."""
-    rows, tile = hidden.shape[0], config.execution.row_tile
+    rows, tile = hidden.shape[0], core.ROW_TILE
     # One tile's worth of rows is taken for the inside of a tile loop, and there is none here.
     hidden = jnp.pad(hidden, ((0, tile if rows == tile else 0), (0, 0)))
-    return ops_for(config.execution).contract(hidden, params.head)[:rows]
+    return ops_for(config.execution).head(hidden, params.head)[:rows]

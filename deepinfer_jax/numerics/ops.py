@@ -1,7 +1,8 @@
-"""The primitives the network may call, selected by numerics mode and determinism level.
+"""The primitives the network may call, selected by numerics mode, determinism level and kernels.
 
 No arithmetic of its own: `core` holds the fixed-order primitives, `stock` the XLA forms of
-`determinism="off"` and `"run"`. Functions are looked up at call time.
+`determinism="off"` and `"run"`, and an op with a named kernel runs that at every level. Functions
+are looked up at call time.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from deepinfer_jax.config.model import ExecutionConfig
+from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.straight_through import straight_through
 from pallas_kernels import core
 from pallas_kernels.core import stock
@@ -34,6 +36,19 @@ class Ops:
     # all rows of an operation at once, and no work skipped by a condition on data, whose results
     # would be copied.
     training: bool = False
+    tile: int = core.ROW_TILE  # rows of the fixed-order primitives' tiles: those of the network's
+
+    # Implementations other than "xla", as in `ExecutionConfig`.
+    kernels: tuple[tuple[str, str], ...] = ()
+
+    def kernel(self, op: str) -> str:
+        """Returns the implementation of an op of `pallas_kernels.COVERED`."""
+        return dict(self.kernels).get(op, "xla")
+
+    @property
+    def _height(self) -> dict[str, int]:
+        """Returns the keyword that a row-tiled primitive needs, none at its default."""
+        return {"tile": self.tile} if self.fixed_order and self.tile != core.ROW_TILE else {}
 
     @property
     def _impl(self) -> Any:
@@ -41,16 +56,39 @@ class Ops:
 
     def _product(self, name: str, x: Weight, y: Weight) -> Array:
         if self.fixed_order:
-            return getattr(core, name)(x, y)
+            return getattr(core, name)(x, y, **self._height)
         precision = lax.Precision.DEFAULT if self.training else stock.EXACT
         return getattr(stock, name)(x, y, precision)
 
     def contract(self, x: Float[Array, "t i"], w: Weight) -> Float[Array, "t o"]:
-        """Returns x @ w^T for a weight stored [o, i]; float32 accumulation."""
+        """Returns x @ w^T for a weight stored [o, i]; float32 accumulation.
+
+        x is at a rounding point: BF16 values, or Q8 values where the weight is quantised. Of a
+        quantised weight only the BF16 rounding of the product means anything.
+        """
+        kernel = self.kernel("block_scaled_matmul")
+        if kernel != "xla":
+            return kernels.contract(x, w, kernel)
         return self._product("contract", x, w)
 
+    def contract_float32(self, x: Float[Array, "t i"], w: Weight) -> Float[Array, "t o"]:
+        """Returns the same for a float32 x or a float32 weight, which have no kernel."""
+        return self._product("contract", x, w)
+
+    def head(self, x: Float[Array, "t d"], w: Weight) -> Float[Array, "t v"]:
+        """Returns logits, in tiles of `core.ROW_TILE` rows however tall the network's tiles are.
+
+        Rows that choose tokens are few, and are taken in tiles of that height.
+        """
+        if self.fixed_order and self.kernel("block_scaled_matmul") == "xla":
+            return core.contract(x, w)
+        return self.contract(x, w)
+
     def contract_grouped(self, x: Float[Array, "t g i"], w: Weight) -> Float[Array, "t g o"]:
-        """Returns one product per group for a weight stored [g, o, i]."""
+        """Returns one product per group for a weight stored [g, o, i]; x as in `contract`."""
+        kernel = self.kernel("block_scaled_matmul")
+        if kernel != "xla":
+            return kernels.contract_grouped(x, w, kernel)
         return self._product("contract_grouped", x, w)
 
     def contract_pairs(
@@ -75,13 +113,16 @@ class Ops:
 
     def rms_scale(self, x: Float[Array, "t *h d"], eps: float) -> Float[Array, " t *h"]:
         """Returns rsqrt(mean(x^2) + eps) over the last axis."""
-        return self._impl.rms_scale(x, eps)
+        return self._impl.rms_scale(x, eps, **self._height)
 
     def norm(
         self, x: Float[Array, "t d"], weight: Float[Array, " d"], eps: float
     ) -> Float[Array, "t d"]:
-        """RMSNorm with one rounding at the end (model.md 0)."""
-        return self.bf16(self._impl.rms_norm(x, weight, eps))
+        """RMSNorm of BF16 values with one rounding at the end (model.md 0)."""
+        kernel = self.kernel("rms_norm_quant")
+        if kernel != "xla":
+            return kernels.norm(x, weight, eps, kernel)
+        return self.bf16(self._impl.rms_norm(x, weight, eps, **self._height))
 
     def combine(
         self, expert_out: Float[Array, "t x d"], shared: Float[Array, "t d"]
@@ -114,4 +155,6 @@ def ops_for(execution: ExecutionConfig) -> Ops:
         fixed_order=execution.determinism == "batch",
         rounded=execution.numerics != "float32",
         training=execution.numerics == "training",
+        tile=execution.row_tile,
+        kernels=execution.kernels,
     )

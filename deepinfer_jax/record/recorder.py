@@ -12,6 +12,7 @@ from deepinfer_jax.determinism import report
 from deepinfer_jax.environment import provenance
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.attention.core import BLOCK
+from deepinfer_jax.numerics.selection import kernel_table, kernel_tiles
 from deepinfer_jax.record.run_record import RecordedOutput, RunRecord, Section, json_hash, plain
 from deepinfer_jax.record.weights import WeightsHash
 from deepinfer_jax.sampling.params import SamplingParams
@@ -90,12 +91,16 @@ def describe_config(config: ModelConfig) -> Section:
 
 
 def _execution(config: ModelConfig) -> Section:
-    """Returns the choices of `load`, and the tiles that are part of the arithmetic."""
+    """Returns the choices of `load`, and the tiles that are part of the arithmetic.
+
+    kernel_tiles: hashes of the tables that kernels take their tiles from.
+    """
     execution = config.execution
     return {
         "numerics": execution.numerics,
         "determinism": execution.determinism,
-        "kernels": dict(execution.kernels),
+        "kernels": kernel_table(execution),
+        "kernel_tiles": kernel_tiles(execution),
         "network_row_tile": execution.row_tile,
         "row_tile": tiles.ROW_TILE,
         "k_chunk": tiles.K_CHUNK,

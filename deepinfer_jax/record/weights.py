@@ -1,8 +1,9 @@
 """The identity of weights: a Merkle root of SHA-256 hashes, one leaf of the tree per array.
 
 The arrays are those that run, under the names a converted checkpoint gives them, sorted: weights
-that were dequantised at load are other arrays than the stored ones, so a root belongs to one
-`numerics`. A leaf hashes name, dtype, shape and bytes in C order; an odd node moves up unchanged.
+that were dequantised or rearranged at load are other arrays than the stored ones, so a root belongs
+to one `numerics` and one `kernels`. A leaf hashes name, dtype, shape and bytes in C order; an odd
+node moves up unchanged.
 """
 
 import hashlib

@@ -5,22 +5,21 @@ the survival of a prefix means what it says. It changes which drafts are worth v
 token. `confidence.calibrated_confidence` applies the temperatures on the device.
 """
 
-import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from deepinfer_jax.checkpoint.inventory import spec_leaves, spec_tree
+from deepinfer_jax.checkpoint.inventory import spec_tree
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import CheckpointError, InputError
 from deepinfer_jax.model.draft import draft_params, draft_settings
+from deepinfer_jax.model.params import DraftParams
 from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.speculative.confidence import LOGIT_LIMIT
-from pallas_kernels.core.quant_array import QuantArray
+from deepinfer_jax.speculative.pairing import plain_digest
 
 FILE_NAME = "dspark_temperatures.json"
 BINS = 15
@@ -153,19 +152,14 @@ def fit_temperatures(
 
 
 def draft_identity(params: AnyParams, config: ModelConfig) -> str:
-    """Returns a SHA-256 that changes whenever the draft stages are trained again.
+    """Returns a SHA-256 that changes whenever the draft stages are trained again."""
+    specs, held = spec_tree(config).draft, draft_params(params)
+    return plain_digest(_without_experts(specs), _without_experts(held))
 
-    Over the leaves that every form of a checkpoint holds as they are (norms, heads, residual
-    mixing), as float32, so that neither the numerics nor a conversion changes it.
-    """
-    digest = hashlib.sha256()
-    specs = spec_leaves(spec_tree(config).draft)
-    leaves = jax.tree.leaves(draft_params(params), is_leaf=lambda x: isinstance(x, QuantArray))
-    for spec, leaf in zip(specs, leaves, strict=True):
-        if spec.format == "plain":
-            digest.update(spec.names[0].encode())
-            digest.update(np.ascontiguousarray(np.asarray(leaf).astype(np.float32)).tobytes())
-    return digest.hexdigest()
+
+def _without_experts(draft: DraftParams) -> DraftParams:
+    """Returns the draft stages without the leaves that kernels may have rearranged."""
+    return replace(draft, stages=replace(draft.stages, experts=None))
 
 
 def write_temperatures(folder: Path, temperatures: Temperatures) -> Path:

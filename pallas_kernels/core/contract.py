@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.quant_array import QuantArray, dequantize, slice_channels
-from pallas_kernels.core.tiles import K_CHUNK, map_row_tiles
+from pallas_kernels.core.tiles import K_CHUNK, ROW_TILE, map_row_tiles
 from pallas_kernels.errors import KernelError
 
 Weight = QuantArray | jax.Array
@@ -48,57 +48,61 @@ def _check(name: str, x: jax.Array, w: Weight, x_rule: str, w_rule: str, agree: 
         )
 
 
-def contract(x: jax.Array, w: Weight) -> jax.Array:
+def contract(x: jax.Array, w: Weight, tile: int = ROW_TILE) -> jax.Array:
     """Returns x[m, k] @ w[n, k]^T as float32 [m, n].
 
     Args:
         x: [m, k] of any float dtype.
         w: [n, k] of any float dtype, or a QuantArray (dequantised inside the tile body).
+        tile: rows of a tile; part of the arithmetic.
 
     Raises:
         KernelError: shapes do not fit.
     """
     agree = x.ndim == w.ndim == 2 and x.shape[1] == w.shape[1]
     _check("contract", x, w, "m k", "n k", agree)
-    return map_row_tiles(lambda rows: _fold("mk,nk->mn", rows, w), x)
+    return map_row_tiles(lambda rows: _fold("mk,nk->mn", rows, w), x, tile=tile)
 
 
-def contract_grouped(x: jax.Array, w: Weight) -> jax.Array:
+def contract_grouped(x: jax.Array, w: Weight, tile: int = ROW_TILE) -> jax.Array:
     """Returns, for every group, x[m, g, k] @ w[g, n, k]^T as float32 [m, g, n].
 
     Args:
         x: [m, g, k] of any float dtype.
         w: [g, n, k] of any float dtype, or a QuantArray.
+        tile: rows of a tile; part of the arithmetic.
 
     Raises:
         KernelError: shapes do not fit.
     """
     agree = x.ndim == w.ndim == 3 and x.shape[1:] == (w.shape[0], w.shape[2])
     _check("contract_grouped", x, w, "m g k", "g n k", agree)
-    return map_row_tiles(lambda rows: _fold("mgk,gnk->mgn", rows, w), x)
+    return map_row_tiles(lambda rows: _fold("mgk,gnk->mgn", rows, w), x, tile=tile)
 
 
-def contract_pairs(x: jax.Array, y: jax.Array) -> jax.Array:
+def contract_pairs(x: jax.Array, y: jax.Array, tile: int = ROW_TILE) -> jax.Array:
     """Returns every row's products x[m, h, k] . y[m, j, k] as float32 [m, h, j].
 
     Args:
         x: [m, h, k] of any float dtype (queries of a row).
         y: [m, j, k] of any float dtype (keys of the same row).
+        tile: rows of a tile; part of the arithmetic.
 
     Raises:
         KernelError: shapes do not fit.
     """
     agree = x.ndim == y.ndim == 3 and (x.shape[0], x.shape[2]) == (y.shape[0], y.shape[2])
     _check("contract_pairs", x, y, "m h k", "m j k", agree)
-    return map_row_tiles(lambda a, b: _fold("mhk,mjk->mhj", a, b), x, y)
+    return map_row_tiles(lambda a, b: _fold("mhk,mjk->mhj", a, b), x, y, tile=tile)
 
 
-def contract_values(p: jax.Array, y: jax.Array) -> jax.Array:
+def contract_values(p: jax.Array, y: jax.Array, tile: int = ROW_TILE) -> jax.Array:
     """Returns every row's weighted sum p[m, h, j] @ y[m, j, k] as float32 [m, h, k].
 
     Args:
         p: [m, h, j] of any float dtype (weights; j a few hundred at most, summed in one dot).
         y: [m, j, k] of any float dtype. Rows with p = 0 must still be finite (0 * inf is NaN).
+        tile: rows of a tile; part of the arithmetic.
 
     Raises:
         KernelError: shapes do not fit.
@@ -109,4 +113,4 @@ def contract_values(p: jax.Array, y: jax.Array) -> jax.Array:
     def body(a: jax.Array, b: jax.Array) -> jax.Array:
         return _dot("mhj,mjk->mhk", a.astype(jnp.float32), b.astype(jnp.float32))
 
-    return map_row_tiles(body, p, y)
+    return map_row_tiles(body, p, y, tile=tile)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.core.pin import pin
-from pallas_kernels.core.tiles import map_row_tiles
+from pallas_kernels.core.tiles import ROW_TILE, map_row_tiles
 from pallas_kernels.errors import KernelError
 
 MAX_FOLD = 64
@@ -48,14 +48,17 @@ def fold_sum(x: jax.Array, axis: int) -> jax.Array:
     Raises:
         KernelError: the axis is longer than 64.
     """
-    x = pin(jnp.moveaxis(jnp.asarray(x).astype(jnp.float32), axis, 0))
-    if x.shape[0] > MAX_FOLD:
-        raise KernelError(f"fold_sum unrolls at most {MAX_FOLD} terms, got {x.shape[0]}")
-    if x.shape[0] == 0:
-        return jnp.zeros(x.shape[1:], jnp.float32)
-    total = x[0]
-    for index in range(1, x.shape[0]):
-        total = total + x[index]
+    x = pin(jnp.asarray(x).astype(jnp.float32))
+    axis = axis % x.ndim
+    size = x.shape[axis]
+    if size > MAX_FOLD:
+        raise KernelError(f"fold_sum unrolls at most {MAX_FOLD} terms, got {size}")
+    if size == 0:
+        return jnp.zeros((*x.shape[:axis], *x.shape[axis + 1 :]), jnp.float32)
+    # Slices where they lie: with the axis moved to the front first, a transposed copy is made.
+    total = lax.index_in_dim(x, 0, axis, keepdims=False)
+    for index in range(1, size):
+        total = total + lax.index_in_dim(x, index, axis, keepdims=False)
     return total
 
 
@@ -70,22 +73,26 @@ def mean_square(x: jax.Array) -> jax.Array:
     return map_row_tiles(lambda rows: _mean_square(rows.astype(jnp.float32)), x)
 
 
-def rms_scale(x: jax.Array, eps: float) -> jax.Array:
-    """Returns rsqrt(mean(x^2) + eps) over the last axis: x[m, ..., c] -> float32 [m, ...]."""
+def rms_scale(x: jax.Array, eps: float, tile: int = ROW_TILE) -> jax.Array:
+    """Returns rsqrt(mean(x^2) + eps) over the last axis: x[m, ..., c] -> float32 [m, ...].
+
+    tile: rows of a tile.
+    """
 
     def body(rows: jax.Array) -> jax.Array:
         return lax.rsqrt(_mean_square(rows.astype(jnp.float32)) + np.float32(eps))
 
-    return map_row_tiles(body, x)
+    return map_row_tiles(body, x, tile=tile)
 
 
-def rms_norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, w: jax.Array, eps: float, tile: int = ROW_TILE) -> jax.Array:
     """Returns w * (x * rsqrt(mean(x^2) + eps)) in float32 without rounding (the caller rounds).
 
     Args:
         x: [m, ..., c] of any float dtype.
         w: [c] of any float dtype.
         eps: added to the mean square (1e-20 in the text network, 1e-6 in the vision tower).
+        tile: rows of a tile.
 
     Returns:
         float32 [m, ..., c]; the whole norm is one row-tile body.
@@ -97,7 +104,7 @@ def rms_norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
         scale = lax.rsqrt(_mean_square(rows) + np.float32(eps))
         return gain * (rows * scale[..., None])
 
-    return map_row_tiles(body, x)
+    return map_row_tiles(body, x, tile=tile)
 
 
 def _shifted(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -3,9 +3,11 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import deepinfer_jax as di
+from deepinfer_jax import determinism
 from deepinfer_jax.determinism import PROMISES, promises, require_level
 from tests.golden.network import TINY, tiny_config
 
@@ -44,8 +46,48 @@ def test_level_run_on_a_gpu_needs_flags(xla_flags, found):
     assert held(run, platform="gpu", xla_flags=xla_flags) == found
 
 
-def test_batch_holds_nothing_where_it_cannot_be_held():
+PINNED = "--xla_gpu_autotune_level=0"
+
+
+def test_batch_on_a_gpu_is_built_to_hold_and_says_whether_that_is_proven(monkeypatch):
     assert held(platform="gpu") == set()
+    found = promises(
+        BATCH, PLAIN, has_drafts=True, platform="gpu", xla_flags=PINNED, device_kind="A 1"
+    )
+    assert {name for name, (is_held, _) in found.items() if is_held} == set()
+    assert all("not proven on 'A 1'" in found[name][1] for name in ("D0", "D1", "D2", "D3", "D4"))
+    assert "one device" in found["D5"][1]
+    monkeypatch.setattr(determinism, "PROVEN_GPUS", {"A 1": "figures.jsonl"})
+    found = promises(
+        BATCH,
+        replace(PLAIN, prefix_restore="bounded"),
+        has_drafts=True,
+        platform="gpu",
+        xla_flags=PINNED,
+        device_kind="A 1",
+    )
+    assert {name for name, (is_held, _) in found.items() if is_held} == {"D0", "D1", "D2", "D4"}
+    assert "figures.jsonl" in found["D1"][1]
+    assert "bounded" in found["D3"][1]
+
+
+def test_batch_on_a_gpu_needs_pinned_kernels_and_no_proof(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(di.ConfigError, match=r"D0.*autotune_level=0"):
+        require_level(BATCH)
+    monkeypatch.setenv("XLA_FLAGS", PINNED)
+    require_level(BATCH)
+    with pytest.raises(di.ConfigError, match=r"D3.*bounded"):
+        require_level(BATCH, di.RuntimeConfig(prefix_restore="bounded"))
+    assert determinism.row_tile("batch") > determinism.row_tile("run") == 8
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(di.ConfigError, match="runs on 'tpu'"):
+        require_level(BATCH)
+    assert determinism.row_tile("batch") == 8
+
+
+def test_batch_holds_nothing_where_it_cannot_be_held():
+    assert held(platform="tpu") == set()
     assert held(xla_flags="--xla_cpu_enable_fast_math=true") == set()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax.config.hf import read_config
+from deepinfer_jax.determinism import ROW_TILES
 from deepinfer_jax.loading import EMBEDDED, read_tokenizer, resolve_folder
 from pallas_kernels.core import QuantArray
 from tests.golden.ledger import Fixture
@@ -64,7 +65,8 @@ def _score(model, ids):
         ({"determinism": "always"}, di.ConfigError, "determinism must be one of"),
         ({"mesh": {"dp": 2}}, di.ConfigError, "mesh must be None"),
         ({"tp_chunks": 8}, di.ConfigError, "tp_chunks must be None"),
-        ({"kernels": "pallas"}, di.KernelSelectionError, "no other implementation"),
+        ({"kernels": "pallas"}, di.KernelSelectionError, "pass kernels=.*pallas_interpret"),
+        ({"kernels": "ascend"}, di.KernelSelectionError, "no other implementation"),
         (
             {"kernels": {"output_projection": "fp8"}, "numerics": "float32"},
             di.KernelSelectionError,
@@ -86,11 +88,13 @@ def test_a_flag_that_contradicts_batch_raises(monkeypatch):
     di.load(TINY, determinism="run")
 
 
-def test_batch_is_refused_where_it_is_not_proven(monkeypatch):
+def test_batch_on_a_gpu_has_taller_tiles_and_needs_pinned_kernels(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(di.ConfigError, match="proven on CPU only"):
+    with pytest.raises(di.ConfigError, match="autotune_level=0"):
         di.load(TINY)
-    assert di.load(TINY, determinism="run").config.execution.determinism == "run"
+    assert di.load(TINY, determinism="run").config.execution.row_tile == 8
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert di.load(TINY).config.execution.row_tile == ROW_TILES["gpu"]
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "no_such_name", "./a/b"])

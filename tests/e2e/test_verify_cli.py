@@ -59,9 +59,34 @@ def test_another_level_differs_and_says_where(run, tmp_path):
     assert row["first"]["op"].split(":")[0] in out.replace("\n", "")
 
 
+def test_a_report_is_compared_with_another(run, tmp_path):
+    path = tmp_path / "theirs.json"
+    _, err = run(CASES, f"--json={path}", code=0)
+    assert "D1 claimed" in err
+    assert "D5 not claimed" in err
+    out, _ = run("--cases=slots=1", f"--against={path}", code=0)
+    assert out.splitlines()[-2].startswith("comparable")
+    assert "positions match" in out.splitlines()[-1]
+    record = json.loads(path.read_text())
+    for one in record["fingerprints"]:
+        one["chain"][7] = "0" * 16
+    path.write_text(json.dumps(record))
+    out, _ = run("--cases=slots=1", f"--against={path}", code=1)
+    assert "first at position 7" in out
+    record["environment"]["device"]["kind"] = "another"
+    path.write_text(json.dumps(record))
+    out, _ = run("--cases=slots=1", f"--against={path}", code=0)
+    assert "not comparable" in out
+    assert (
+        "no sequence in common"
+        in run("--cases=mesh;slots=1", "--seed=9", f"--against={path}", code=2)[1]
+    )
+
+
 def test_usage_errors_are_code_2(run, tmp_path):
     assert "no case 'x'" in run("--cases=x", code=2)[1]
     assert "existing folder" in run(f"--json={tmp_path}/no/report.json", code=2)[1]
+    assert "no readable report" in run(f"--against={tmp_path}/absent.json", code=2)[1]
     assert "no case ran" in run("--cases=mesh", code=2)[1]
     assert "--level" in run("--level=perhaps", code=2)[1]
     if find_spec("matplotlib") is None:

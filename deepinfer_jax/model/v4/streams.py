@@ -38,6 +38,8 @@ def head_collapse(
 ) -> Float[Array, "t d"]:
     """Returns the streams weighted by the learned head mix; params: fn [m, m*d], base, scale."""
     flat = streams.reshape(streams.shape[0], -1)
-    mixed = ops.contract(flat, params.fn) * ops.rms_scale(flat, config.rms_norm_eps)[:, None]
+    mixed = (
+        ops.contract_float32(flat, params.fn) * ops.rms_scale(flat, config.rms_norm_eps)[:, None]
+    )
     mix = jax.nn.sigmoid(mixed * params.scale[0] + params.base) + config.mhc.hc_eps
     return mhc.collapse(ops, mix, streams)

@@ -320,6 +320,29 @@ def command(folder, *more):
     return stop.value.code
 
 
+def test_drafts_load_with_the_target_they_were_trained_for_only(tmp_path):
+    assert not command(tmp_path, "--steps", "1")
+    folder = tmp_path / "out/checkpoint"
+    di.load(folder, determinism="off")
+    written = json.loads((folder / "dspark_target.json").read_text())
+    config, params = model()
+    other = params.layers.replace(
+        gate_bias_vl=params.layers.gate_bias, attn_norm=params.layers.attn_norm * 1.5
+    )
+    export_checkpoint(params.replace(layers=other), config, tmp_path / "other")
+    (tmp_path / "other/dspark_target.json").write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match="identity"):
+        di.load(tmp_path / "other", determinism="off")
+    for change, message in (
+        ({"block_size": 4}, "block_size=4"),
+        ({"head": "rnn"}, "head='rnn'"),
+        ({"format": 9}, "cannot be read"),
+    ):
+        (folder / "dspark_target.json").write_text(json.dumps(written | change))
+        with pytest.raises(CheckpointError, match=message):
+            di.load(folder, determinism="off")
+
+
 def test_command_writes_a_checkpoint_whose_backbone_is_the_target(tmp_path, capsys):
     stale = tmp_path / "out/checkpoint/dspark_temperatures.json"
     stale.parent.mkdir(parents=True)

@@ -1,0 +1,1 @@
+"""Grouped expert products (kernels.md 4.6)."""

@@ -1,0 +1,104 @@
+"""Compiles a step of nano for an H200 without a GPU, and looks for its kernels in the result.
+
+    JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python tools/gpu_network.py
+
+Under the best kernels of every covered op, level "batch", the optimised HLO must hold a custom call
+of each op and no product over the hidden width beside them (kernels.md 7, "real path"). Prints the
+counts; exits 1 if it does not hold. Part of `make test-gpu-compile`.
+"""
+
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from gpu_compile import compile_for
+
+from deepinfer_jax.checkpoint.abstract import abstract_params
+from deepinfer_jax.config.hf import read_config
+from deepinfer_jax.config.model import ExecutionConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.determinism import ROW_TILES
+from deepinfer_jax.loading import EMBEDDED
+from deepinfer_jax.model.cached import init_state
+from deepinfer_jax.model.kernel_layout import for_kernels
+from deepinfer_jax.model.step import Plan, logits, step
+from pallas_kernels import COVERED
+from pallas_kernels.tables import ENTRIES
+
+ROWS = 128
+
+
+def compile_step() -> tuple[int, str]:
+    """Returns (hidden width, optimised HLO) of one step with drafts and logits."""
+    kernels = {
+        e.op: e.implementation for e in ENTRIES if e.arch == "sm_90" and e.default_arithmetic
+    }
+    execution = ExecutionConfig(
+        numerics="checkpoint",
+        determinism="batch",
+        kernels=tuple(sorted(kernels.items())),
+        row_tile=ROW_TILES["gpu"],
+    )
+    config = replace(read_config(EMBEDDED), execution=execution)
+    params = jax.eval_shape(partial(for_kernels, execution=execution), abstract_params(config))
+    runtime = RuntimeConfig(max_seqs=4, max_len=512, max_tokens_per_step=ROWS)
+    state = jax.eval_shape(partial(init_state, config, runtime))
+    rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    plan = Plan(ids=rows, position=rows, slot=rows, count=jax.ShapeDtypeStruct((), jnp.int32))
+
+    def run(params, state, plan):  # noqa: ANN001
+        state, hidden, _ = step(params, config, state, plan, drafting=True)
+        return state, logits(params, config, hidden)
+
+    return config.hidden_size, compile_for("sm_90", run, params, state, plan)
+
+
+def kernel_calls(program: str) -> Counter[str]:
+    """Returns how often each Pallas kernel is called in an HLO text."""
+    calls = re.findall(r'custom-call\(.*?op_name="[^"]*?(\w+)/(?:mpmd_map|pallas_call)"', program)
+    return Counter(calls)
+
+
+def products(program: str) -> list[tuple[int, ...]]:
+    """Returns the contracted sizes of every product that XLA kept.
+
+    Split products contract a part: its size times the number of parts, the batch axis, counts too.
+    """
+    shapes = dict(re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", program))
+    shapes |= dict(re.findall(r"([\w.-]+): \w+\[([\d,]*)\]", program))
+    found = []
+    for left, attributes in re.findall(r" dot\(%([\w.-]+), [^)]*\)([^\n]*)", program):
+        sizes = [int(n) for n in shapes[left].split(",")]
+        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
+        assert axes is not None
+        contracted = [sizes[int(axis)] for axis in axes[1].split(",")]
+        batch = re.search(r"lhs_batch_dims=\{([\d,]*)\}", attributes)
+        parts = [sizes[int(axis)] for axis in batch[1].split(",")] if batch else []
+        found.append((*contracted, *(size * part for size in contracted for part in parts)))
+    return found
+
+
+def main() -> int:
+    """Compiles, looks, prints; returns the exit status."""
+    started = time.monotonic()
+    width, program = compile_step()
+    calls, left = kernel_calls(program), products(program)
+    print(f"gpu_network: {dict(calls)}; products left to XLA: {len(left)}")
+    faults = [
+        f"no custom call of {op}" for op in sorted(COVERED) if not any(op in name for name in calls)
+    ]
+    library = re.findall(r'custom_call_target="(__cublas[^"]*|__triton_gemm[^"]*)"', program)
+    faults += [f"a library product: {name}" for name in library]
+    faults += [f"a product over the hidden width {width}: {one}" for one in left if width in one]
+    print("\n".join(f"FAULT gpu_network: {line}" for line in faults), end="\n" if faults else "")
+    print(f"gpu_network: {time.monotonic() - started:.0f} s")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
