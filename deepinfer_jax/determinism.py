@@ -24,7 +24,9 @@ PROMISES = ("D0", "D1", "D2", "D3", "D4", "D5")
 Report = dict[str, tuple[bool, str]]
 GPU_PLATFORMS = ("gpu", "cuda")
 #: Kind of GPU -> the measurement that shows D0 to D4 there.
-PROVEN_GPUS: Mapping[str, str] = {}
+PROVEN_GPUS: Mapping[str, str] = {
+    "NVIDIA H200": "benchmarks/results/invariance_h200_2026-11-30.jsonl",
+}
 #: Rows of the network's tiles at "batch": part of the arithmetic, one height for all programs of a
 #: device. A GPU waits for launches and loop conditions rather than for rows, so tiles are tall.
 ROW_TILES = {"cpu": 8, "gpu": 64}
