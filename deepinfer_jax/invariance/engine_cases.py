@@ -141,11 +141,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """A case on the engine. setups: its runs; why_not: the reason if there are none."""
+    """A case on the engine. setups: its runs; why_not: the reason if there are none.
+
+    meets: a count that must not be 0, or the case has shown nothing.
+    """
 
     name: str
     setups: Callable[[EngineLab, np.random.Generator], Iterator[Setup]]
     why_not: Callable[[EngineLab], str | None] = lambda _: None
+    meets: str = ""
 
     def run(
         self, lab: EngineLab, rng: np.random.Generator, runs: int | None, locates: bool
@@ -159,6 +163,8 @@ class EngineCase:
             if runs is not None and found.runs == runs:
                 break
             _run(lab, setup, found, locates)
+        if self.meets and not found.wrong and not found.counts.get(self.meets):
+            return CaseRow(name=self.name, skipped=f"these requests met no {self.meets}")
         counts = (f"{name} {number}" for name, number in found.counts.items())
         return CaseRow(
             name=self.name,
@@ -335,13 +341,14 @@ def _hits(restore: str) -> Callable[[EngineLab, np.random.Generator], Iterator[S
 
 
 def _preemption(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
-    """Prompts that fill the cache together and share nothing: what they generate does not fit."""
-    each = lab.blocks // SEQS * lab.lab.block - 2
+    """Prompts that all find room, a block to spare each, and long outputs, which do not fit."""
+    each = max(1, lab.blocks // SEQS - 1) * lab.lab.block - 2
     kinds = [
-        ((lab.lab.sequences[2][place:] * 2)[:each], params)
+        ((lab.lab.sequences[2][place:] * 2)[:each], replace(params, max_tokens=2 * OUTPUT))
         for place, (_, params) in enumerate(lab.requests(rng, 6))
     ]
-    yield Setup("outputs outgrow the cache", {}, kinds)
+    # Without drafts first: with good ones a request is done before the next one has begun.
+    yield Setup("outputs outgrow the cache", {"draft_length": 0} if lab.drafts else {}, kinds)
     yield Setup("outputs outgrow the cache, depth 2", {"async_depth": 2}, kinds[1:5])
 
 
@@ -385,7 +392,7 @@ ENGINE_CASES: tuple[EngineCase, ...] = (
     EngineCase("engine: rows per step", _budgets),
     EngineCase("engine: prefix hit, checkpoint", _hits("checkpoint")),
     EngineCase("engine: prefix hit, halo", _hits("halo"), _no_halo),
-    EngineCase("engine: preemption", _preemption),
+    EngineCase("engine: preemption", _preemption, meets="preemptions"),
     EngineCase("engine: own drafts", _drafts("own"), _no_drafts),
     EngineCase("engine: right drafts", _drafts("right"), _no_drafts),
     EngineCase("engine: wrong drafts", _drafts("wrong"), _no_drafts),
