@@ -141,10 +141,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """A case on the engine. setups: its runs; why_not: the reason if there are none.
-
-    meets: a count that must not be 0, or the case has shown nothing.
-    """
+    """A case. setups: its runs; why_not: why there are none; meets: a count that may not be 0."""
 
     name: str
     setups: Callable[[EngineLab, np.random.Generator], Iterator[Setup]]
@@ -347,7 +344,7 @@ def _preemption(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
         ((lab.lab.sequences[2][place:] * 2)[:each], replace(params, max_tokens=2 * OUTPUT))
         for place, (_, params) in enumerate(lab.requests(rng, 6))
     ]
-    # Without drafts first: with good ones a request is done before the next one has begun.
+    # Without drafts first: with them a request may be done before the next one has begun.
     yield Setup("outputs outgrow the cache", {"draft_length": 0} if lab.drafts else {}, kinds)
     yield Setup("outputs outgrow the cache, depth 2", {"async_depth": 2}, kinds[1:5])
 
