@@ -7,6 +7,7 @@ NaN. The logits of every position are compared as integers with those of the lon
 nobody else, a clean cache. A control with one flipped weight bit must be noticed, or all is void.
 
     python -m benchmarks.invariance_gpu [--runs 50] [--seconds 140] [--row-tile 64] [--json OUT]
+        [--kernels OP=NAME,OP=NAME]
 
 One JSON line per seed and one for all of them, at the end or when the time is over: then `complete`
 is false, and the counts are of what ran. On differing bits the first one's layer and operation are
@@ -34,6 +35,14 @@ def pin_kernels() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {PIN}".strip()
 
 
+def kernels_of(text: str) -> str | dict[str, str]:
+    """Returns what `load` takes for NAME or OP=NAME,OP=NAME."""
+    if "=" not in text:
+        return text
+    pairs = (part.partition("=") for part in text.split(","))
+    return {op: name for op, _, name in pairs}
+
+
 def facts(model: Any) -> dict[str, Any]:
     """Returns what every line says of where it was measured."""
     import jax
@@ -50,6 +59,7 @@ def facts(model: Any) -> dict[str, Any]:
         "numerics": model.config.execution.numerics,
         "level": model.config.execution.determinism,
         "row_tile": model.config.execution.row_tile,
+        "kernels": dict(model.config.execution.kernels),
     }
 
 
@@ -114,6 +124,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--seconds", type=float, default=140.0, help="begin nothing after that time"
     )
     parser.add_argument("--row-tile", type=int, help="rows of a tile, instead of load's choice")
+    parser.add_argument(
+        "--kernels", type=kernels_of, default="xla", help="as of `load`: NAME or OP=NAME,OP=NAME"
+    )
     parser.add_argument("--also", default="", help="further cases of `verify`, 'NAME;NAME=RUNS'")
     parser.add_argument("--json", type=Path, help="also append the lines to this file")
     given = parser.parse_args(arguments)
@@ -128,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
                 file.write(text + "\n")
 
     begin = time.perf_counter()
-    model = load(given.model, numerics=given.numerics, determinism="batch", kernels="xla")
+    model = load(given.model, numerics=given.numerics, determinism="batch", kernels=given.kernels)
     if given.row_tile is not None:
         execution = replace(model.config.execution, row_tile=given.row_tile)
         model = replace(model, config=replace(model.config, execution=execution))

@@ -79,25 +79,23 @@ def routed_experts(
         implementation: of `grouped_matmul`.
     """
     from pallas_kernels.grouped_matmul.api import routed_experts as grouped
+    from pallas_kernels.grouped_matmul.plan import group_rows
 
     rows, slots = ids.shape
     codes, scale = core.quantize_q8(x)
-    flat = ids.reshape(-1)
-    # sorted by expert, stable: by token, then slot
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    offsets = jnp.searchsorted(flat[order], jnp.arange(count + 1, dtype=flat.dtype))
+    groups = group_rows(ids, count)
     out = grouped(
         codes,
         scale,
         *experts,
-        offsets.astype(jnp.int32),
-        order // slots,
-        weights.reshape(-1)[order],
+        groups.offsets,
+        groups.order // slots,
+        weights.reshape(-1)[groups.order],
         first_group=jnp.asarray(first, jnp.int32),
         limit=limit,
         implementation=implementation,
     )
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(rows * slots, dtype=jnp.int32))
     # selected, not multiplied: padding rows of the kernel may hold anything
-    found = jnp.where((flat < count)[:, None], out[back].astype(jnp.float32), 0.0)
+    is_routed = (ids.reshape(-1) < count)[:, None]
+    found = jnp.where(is_routed, out[groups.slot].astype(jnp.float32), 0.0)
     return found.reshape(rows, slots, -1)

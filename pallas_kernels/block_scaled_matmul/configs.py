@@ -7,6 +7,7 @@ Small and large numbers of rows use different tiles because that does not change
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +20,13 @@ class Tile:
         depth: K elements of a stage.
         stages: stages in shared memory.
         warpgroups: computing warpgroups of a block, one below the other.
-        cluster: blocks that share one weight tile by multicast.
+        cluster: blocks that share a tile of one operand by multicast.
+        share: that operand, "w" (blocks lie one below the other) or "x" (side by side).
         width: tiles of the minor axis that are visited side by side (L2 reuse).
         minor: 0 for rows, 1 for columns as the minor axis of that order.
         out_slots: store buffers of a warpgroup, ``store`` columns each.
-        unroll: FP8 K steps in flight together.
-        fresh: FP8 products start at zero inside the MMA instead of from zeroed registers.
+        unroll: FP8 K steps that follow each other without a gap.
+        ahead: FP8 products left running while the one before them is promoted.
     """
 
     rows: int = 64
@@ -33,11 +35,12 @@ class Tile:
     stages: int = 4
     warpgroups: int = 2
     cluster: int = 1
+    share: Literal["w", "x"] = "w"
     width: int = 8
     minor: int = 1
     out_slots: int = 2
-    unroll: int = 1
-    fresh: bool = True
+    unroll: int = 2
+    ahead: int = 1
 
     @property
     def store(self) -> int:
@@ -53,6 +56,8 @@ class DecodeTile:
         tokens: tokens of a tile (the N of an MMA), a multiple of 8.
         warpgroups: computing warpgroups of a block.
         blocks: 64-row weight blocks of a warpgroup.
+        depth: K elements of a stage, 128 or 256. The longer reads two neighbouring lines of every
+            weight row at once.
         stages: stages in shared memory.
         cluster: blocks that share the tokens by multicast.
         width: weight tiles that are visited side by side (L2 reuse).
@@ -61,6 +66,7 @@ class DecodeTile:
     tokens: int = 64
     warpgroups: int = 2
     blocks: int = 1
+    depth: int = 128
     stages: int = 4
     cluster: int = 1
     width: int = 8
@@ -89,10 +95,10 @@ NARROW = 16
 
 TABLE: Mapping[str, Tile | DecodeTile] = MappingProxyType(
     {
-        "decode n>=16384 t<=8": DecodeTile(tokens=8, blocks=2, stages=6),
-        "decode n>=16384 t<=16": DecodeTile(tokens=16, blocks=2, stages=6),
-        "decode n>=16384 t<=32": DecodeTile(tokens=32, blocks=2, stages=5),
-        "decode n>=16384 t<=64": DecodeTile(tokens=64, blocks=2, stages=4),
+        "decode n>=16384 t<=8": DecodeTile(tokens=8, stages=10),
+        "decode n>=16384 t<=16": DecodeTile(tokens=16, stages=10),
+        "decode n>=16384 t<=32": DecodeTile(tokens=32, warpgroups=4, stages=5),
+        "decode n>=16384 t<=64": DecodeTile(tokens=64, warpgroups=4, stages=4),
         "decode t<=8": DecodeTile(tokens=8, warpgroups=1, stages=10),
         "decode t<=16": DecodeTile(tokens=16, warpgroups=1, stages=10),
         "decode t<=32": DecodeTile(tokens=32, warpgroups=1, stages=10),
@@ -103,8 +109,8 @@ TABLE: Mapping[str, Tile | DecodeTile] = MappingProxyType(
         "float32 256": Tile(cols=256, depth=64, stages=4, out_slots=1),
         "bf16 few": Tile(cols=64, depth=128, warpgroups=1, stages=5),
         "bf16 few n<2048": Tile(cols=16, depth=128, warpgroups=1, stages=8, out_slots=1),
-        "fp8": Tile(stages=5, unroll=2),
-        "fp8 few": Tile(cols=64, warpgroups=1, stages=8, unroll=2),
+        "fp8": Tile(stages=5, unroll=4),
+        "fp8 few": Tile(cols=64, warpgroups=1, stages=8, unroll=4),
     }
 )
 

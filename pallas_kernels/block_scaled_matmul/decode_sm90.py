@@ -6,6 +6,7 @@ operand. The K order is that of ``pallas_sm90.matmul_bf16``.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -16,15 +17,18 @@ from pallas_kernels._mosaic import H200_SMS, load, pl, plgpu, tiled
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile
 from pallas_kernels.block_scaled_matmul.ring import (
     COPY_REGISTERS,
+    LINE,
     Ring,
     compute_registers,
+    line_of,
+    place_in_line,
 )
+from pallas_kernels.errors import KernelError
 
 ROWS = 64  # weight rows of one MMA
-DEPTH = 128  # K of a stage
+WORD = 128  # K of one scale word
 HALF = 64  # K of one decoded operand
 GROUP = 32  # rows and channels of one scale
-LINE = 32  # scale words of one copy, 128 bytes: the least that keeps slots aligned
 _FLOAT = jnp.float32
 
 
@@ -38,7 +42,7 @@ def _scale(word: jax.Array, byte: int) -> jax.Array:
 
 
 def _decode(codes: jax.Array, words: jax.Array, half: int) -> jax.Array:
-    """Returns one half of e4m3 codes [64, 128] times their scales as bfloat16 [64, 64]; exact.
+    """Returns one half of e4m3 codes [64, WORD] times their scales as bfloat16 [64, 64]; exact.
 
     ``words`` [64] hold the four scale bytes of every row.
     """
@@ -78,7 +82,7 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
 
             def one(k: jax.Array, slot: jax.Array) -> jax.Array:
                 ring.acquire(slot, before + k)
-                depth = pl.ds(k * DEPTH, DEPTH)
+                depth = pl.ds(k * tile.depth, tile.depth)
                 plgpu.copy_gmem_to_smem(
                     w.at[pl.ds(row, height), depth], w_smem.at[slot], full.at[slot]
                 )
@@ -88,8 +92,9 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
                     full.at[slot],
                     collective_axes=collective,
                 )
-                groups = pl.ds(lax.div(row, jnp.int32(GROUP)), LINE)
-                plgpu.copy_gmem_to_smem(scale.at[k, groups], scale_smem.at[slot], full.at[slot])
+                groups = line_of(lax.div(row, jnp.int32(GROUP)))
+                words = pl.ds(k * (tile.depth // WORD), tile.depth // WORD)
+                plgpu.copy_gmem_to_smem(scale.at[words, groups], scale_smem.at[slot], full.at[slot])
 
                 return ring.after(slot)
 
@@ -106,6 +111,8 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
 
         def visit(place: Any, token: jax.Array, row: jax.Array) -> jax.Array:
             rows = [(wg * tile.blocks + b) * ROWS for b in range(tile.blocks)]
+            words = tile.depth // WORD
+            place_of_row = place_in_line(lax.div(row, jnp.int32(GROUP)))
 
             def product(*accs: Any) -> tuple[list[jax.Array], jax.Array]:
                 def multiply(acc: Any, part: jax.Array, tokens: Any) -> None:
@@ -122,16 +129,18 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
                 def body(k: jax.Array, slots: Any) -> Any:
                     last, slot = slots
                     ring.wait(slot)
-                    for acc, r in zip(accs, rows, strict=True):
-                        codes = load(w_smem, (slot, pl.ds(r, ROWS)))
-                        group = lax.div(r, jnp.int32(GROUP))
-                        low, high = scale_smem[slot, group], scale_smem[slot, group + 1]
+                    parts = itertools.product(range(words), zip(accs, rows, strict=True))
+                    for word, (acc, r) in parts:
+                        codes = load(w_smem, (slot, pl.ds(r, ROWS), pl.ds(word * WORD, WORD)))
+                        group = place_of_row + lax.div(r, jnp.int32(GROUP))
+                        low = scale_smem[slot, word, group]
+                        high = scale_smem[slot, word, group + 1]
                         row_words = jnp.where(is_low, low, high)
                         for half in range(2):
                             part = _decode(codes, row_words, half)
-                            tokens = x_smem.at[slot].at[:, pl.ds(half * HALF, HALF)]
-                            multiply(acc, part, tokens)
-                            if tile.in_flight and half == 0:
+                            columns = pl.ds(word * WORD + half * HALF, HALF)
+                            multiply(acc, part, x_smem.at[slot].at[:, columns])
+                            if tile.in_flight and word == half == 0:
                                 # the last product of the stage before is complete
                                 @pl.when(k > 0)
                                 def _free() -> None:
@@ -170,23 +179,23 @@ def matmul_decode(
     w: jax.Array,
     w_scale: jax.Array,
     tile: DecodeTile,
-    out_dtype: Any = jnp.bfloat16,
     interpret: bool = False,
     num_sms: int = H200_SMS,
 ) -> jax.Array:
-    """Returns x[m, k] @ (w * scale)[n, k]^T as ``out_dtype`` [m, n].
+    """Returns x[m, k] @ (w * scale)[n, k]^T as bfloat16 [m, n].
 
     Args:
-        x: bfloat16 [m, k], k a multiple of 128.
+        x: bfloat16 [m, k], k a multiple of ``tile.depth``.
         w: float8_e4m3fn [n, k].
         w_scale: int32 [k / 128, ceil(n / 32)], four E8M0 bytes a word, lowest K first; padded to
             a multiple of 4 columns.
         tile: the configuration.
-        out_dtype: bfloat16 or float32.
         interpret: build the form the CPU interpreter can run.
         num_sms: blocks to launch.
     """
     m, (n, k) = x.shape[0], w.shape
+    if k % tile.depth:
+        raise KernelError(f"K must be a multiple of the depth of a stage, got {k} and {tile}")
     height = ROWS * tile.blocks * tile.warpgroups
     barrier = {"num_barriers": tile.stages}
     if tile.cluster > 1:
@@ -197,17 +206,15 @@ def matmul_decode(
         empty = plgpu.Barrier(num_arrivals=tile.warpgroups, **barrier)
     scratch = [
         plgpu.SMEM(
-            (tile.stages, tile.tokens, DEPTH),
+            (tile.stages, tile.tokens, tile.depth),
             x.dtype,
-            transforms=tiled(DEPTH, x.dtype, 128),
+            transforms=tiled(tile.depth, x.dtype, 128),
         ),
-        plgpu.SMEM((tile.stages, height, DEPTH), w.dtype, transforms=tiled(DEPTH, w.dtype)),
-        plgpu.SMEM((tile.stages, LINE), jnp.int32),
         plgpu.SMEM(
-            (tile.warpgroups, tile.store, ROWS),
-            out_dtype,
-            transforms=tiled(ROWS, out_dtype),
+            (tile.stages, height, tile.depth), w.dtype, transforms=tiled(tile.depth, w.dtype, 128)
         ),
+        plgpu.SMEM((tile.stages, tile.depth // WORD, LINE), jnp.int32),
+        plgpu.SMEM((tile.warpgroups, tile.store, ROWS), x.dtype, transforms=tiled(ROWS, x.dtype)),
         plgpu.Barrier(num_arrivals=3, **barrier),
         empty,
     ]
@@ -217,8 +224,8 @@ def matmul_decode(
         )
     grid = (-(-n // (height * tile.cluster)), -(-m // tile.tokens))
     return plgpu.kernel(
-        functools.partial(_body, tile=tile, steps=k // DEPTH, grid=grid, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        functools.partial(_body, tile=tile, steps=k // tile.depth, grid=grid, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((m, n), x.dtype),
         scratch_types=scratch,
         grid=(num_sms // tile.cluster,),
         grid_names=("sm",),

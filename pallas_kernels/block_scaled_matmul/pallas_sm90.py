@@ -3,7 +3,7 @@
 One persistent, warp-specialised kernel: a copying warpgroup streams (x, w) stages through shared
 memory for every output tile without a bubble between tiles; ``warpgroups`` computing warpgroups
 own 64 or 128 rows of a tile each. The K loop of an output element is the same sequence of
-instructions for every M, every tile shape and every stage count.
+instructions for every M, every tile shape, every order of tiles and every stage count.
 """
 
 import functools
@@ -15,28 +15,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic import H200_SMS, load, pl, plgpu, tiled
-from pallas_kernels.block_scaled_matmul import fresh_sm90
 from pallas_kernels.block_scaled_matmul.configs import Tile
 from pallas_kernels.block_scaled_matmul.ring import (
     COPY_REGISTERS,
+    LINE,
     Ring,
     compute_registers,
+    line_of,
+    place_in_line,
 )
 from pallas_kernels.errors import KernelError
 
+ROWS = 64  # rows of one MMA and of one store
 BLOCK = 128  # K and N of one FP8 weight scale, K of one activation scale
-LINE = 32  # scales of one copy, 128 bytes: the least that keeps slots aligned
 
 
-def _store(chunks: list[jax.Array], out_smem: Any, out: Any) -> None:
-    """Sends one warpgroup's tile to GMEM, a few columns at a time through ``out_smem``."""
-    slots, _, width = out_smem.shape
-    for i, chunk in enumerate(chunks):
+def _store(pieces: list[jax.Array], out_smem: Any, out: Any) -> None:
+    """Sends one warpgroup's tile to GMEM, piece by piece through ``out_smem``.
+
+    Pieces are [ROWS, tile.store], the columns of the first ROWS rows first.
+    """
+    slots, rows, width = out_smem.shape
+    across = out.shape[1] // width
+    for i, piece in enumerate(pieces):
         # the tile before may have ended in any slot
         plgpu.wait_smem_to_gmem(slots - 1 if i else 0, wait_read_only=True)
-        out_smem[i % slots] = chunk.astype(out.dtype)
+        out_smem[i % slots] = piece.astype(out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[i % slots], out.at[:, pl.ds(i * width, width)])
+        down, col = divmod(i, across)
+        target = out.at[pl.ds(down * rows, rows), pl.ds(col * width, width)]
+        plgpu.copy_smem_to_gmem(out_smem.at[i % slots], target)
 
 
 def _bf16_tile(
@@ -64,7 +72,10 @@ def _bf16_tile(
 
     acc = plgpu.ACC((tile.rows, tile.cols), jnp.float32)
     value, slot = pl.run_scoped(product, acc)
-    return [value[:, c : c + tile.store] for c in range(0, tile.cols, tile.store)], slot
+    places = [
+        (row, col) for row in range(0, tile.rows, ROWS) for col in range(0, tile.cols, tile.store)
+    ]
+    return [value[row : row + ROWS, col : col + tile.store] for row, col in places], slot
 
 
 def _fp8_tile(
@@ -73,50 +84,60 @@ def _fp8_tile(
     steps: int,
     x: Any,
     w: Any,
-    scales: Callable[[jax.Array], list[jax.Array]],
+    scales: Callable[[jax.Array, int], list[jax.Array]],
     tile: Tile,
     interpret: bool,
 ) -> tuple[list[jax.Array], jax.Array]:
     """One warpgroup's scaled product: every K step starts at zero and is promoted in FP32.
 
-    ``tile.unroll`` K steps are in flight together: while one is promoted the next one multiplies.
-    ``scales(slot)`` returns the rows' factors of each chunk of columns.
+    A K step is one product for every ROWS rows. While ``tile.ahead`` products run, the one before
+    them is promoted; ``tile.unroll`` steps follow each other without a gap.
+    ``scales(slot, row)`` returns the factors of ROWS rows from ``row`` on, by chunk of columns.
     """
-    chunks = tile.cols // tile.store
-    shape = (tile.rows, tile.store)
-    fresh = tile.fresh and not interpret
+    chunks, halves = tile.cols // tile.store, tile.rows // ROWS
+    shape = (ROWS, tile.store)
 
     def group(carry: Any, count: int) -> Any:
-        def product(*parts: Any) -> Any:
-            total, slot = list(carry[0]), carry[1]
-            issued = []
-            for i in range(count):
-                ring.wait(slot)
-                if not fresh:
-                    plgpu.wgmma(parts[i], x.at[slot], w.at[slot].T)
-                    part = parts[i]
-                else:
-                    part = fresh_sm90.issue(x.at[slot], w.at[slot])
-                issued.append((part, slot, scales(slot)))
-                slot = ring.after(slot)
-            for i, (part, used, factors) in enumerate(issued):
-                running = count - 1 - i
-                if not fresh:
-                    value = plgpu.wgmma_accumulator_load(part, wait_n=running)
-                else:
-                    value = fresh_sm90.settle(part, running)
+        slots = [carry[1]]
+        for _ in range(count):
+            slots.append(ring.after(slots[-1]))
+        products = [(slot, half) for slot in slots[:count] for half in range(halves)]
+
+        def promote(total: tuple[Any, ...], running: list[Any]) -> tuple[tuple[Any, ...], list]:
+            """Adds the oldest product once no more than the younger ones run."""
+            (acc, slot, half, factors), *younger = running
+            value = plgpu.wgmma_accumulator_load(acc, wait_n=len(younger))
+            if half == halves - 1:
                 if interpret:  # it wants a fence between these reads of scales and the next copy
                     plgpu.commit_smem()
-                ring.release(used)
-                for c in range(chunks):
-                    factor = lax.broadcast_in_dim(factors[c], shape, (0,))
-                    total[c] += value[:, c * tile.store : (c + 1) * tile.store] * factor
-            return tuple(total), slot
+                ring.release(slot)
+            parts = list(total)
+            for c in range(chunks):
+                factor = lax.broadcast_in_dim(factors[c], shape, (0,))
+                part = value[:, c * tile.store : (c + 1) * tile.store]
+                parts[half * chunks + c] += part * factor
+            return tuple(parts), younger
 
-        if fresh:
-            return product()
-        accumulators = [plgpu.ACC((tile.rows, tile.cols), jnp.float32)] * count
-        return pl.run_scoped(product, *accumulators)
+        def multiply(index: int, total: tuple[Any, ...], running: list[Any]) -> tuple[Any, ...]:
+            """Issues the products from ``index`` on; each accumulator is zeroed when it is due."""
+            if index == len(products):
+                while running:
+                    total, running = promote(total, running)
+                return total
+            slot, half = products[index]
+            if half == 0:
+                ring.wait(slot)
+
+            def issue(acc: Any) -> tuple[Any, ...]:
+                plgpu.wgmma(acc, x.at[slot].at[pl.ds(half * ROWS, ROWS)], w.at[slot].T)
+                issued = [*running, (acc, slot, half, scales(slot, half * ROWS))]
+                if len(issued) <= tile.ahead:
+                    return multiply(index + 1, total, issued)
+                return multiply(index + 1, *promote(total, issued))
+
+            return pl.run_scoped(issue, plgpu.ACC((ROWS, tile.cols), jnp.float32))
+
+        return multiply(0, carry[0], []), slots[-1]
 
     zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     count = min(tile.unroll, steps)
@@ -124,7 +145,7 @@ def _fp8_tile(
         jnp.int32(0),
         jnp.int32(steps // count),
         lambda _, carry: group(carry, count),
-        ((zero,) * chunks, slot),
+        ((zero,) * (halves * chunks), slot),
     )
     if steps % count:
         carry = group(carry, steps % count)
@@ -150,20 +171,23 @@ def _body(
     wg = lax.axis_index("wg")
     height = tile.rows * tile.warpgroups
     ring = Ring(tile.stages, full, empty)
-    collective = "cluster" if tile.cluster > 1 else None
+    collective = {tile.share: "cluster"} if tile.cluster > 1 else {}
+    # tiles of a cluster lie one below the other, or side by side if they share the rows of x
+    stack = (1, tile.cluster) if tile.share == "x" else (tile.cluster, 1)
+    blocks = (-(-grid[0] // stack[0]), -(-grid[1] // stack[1]))
 
     def origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        m, n = plgpu.planar_snake(
-            index, (-(-grid[0] // tile.cluster), grid[1]), tile.minor, tile.width
-        )
-        return (m * tile.cluster + lax.axis_index("cluster")) * height, n * tile.cols
+        m, n = plgpu.planar_snake(index, blocks, tile.minor, tile.width)
+        rank = lax.axis_index("cluster")
+        if tile.share == "x":
+            return m * height, (n * tile.cluster + rank) * tile.cols
+        return (m * tile.cluster + rank) * height, n * tile.cols
 
     def each_tile(visit: Callable[[Any, jax.Array, jax.Array], Any]) -> Any:
         """Folds this block's tiles as visit((slot, steps so far), row, column) -> the next slot."""
-        count = -(-grid[0] // tile.cluster) * grid[1]
         start = (jnp.int32(0), jnp.int32(0))
 
-        @plgpu.nd_loop((count,), collective_axes="sm", init_carry=start)
+        @plgpu.nd_loop((blocks[0] * blocks[1],), collective_axes="sm", init_carry=start)
         def end(info: Any, carry: Any) -> Any:
             return visit(carry, *origin(info.index[0])), carry[1] + steps
 
@@ -184,16 +208,17 @@ def _body(
                     x.at[pl.ds(row, height), pl.ds(offset + k * tile.depth, tile.depth)],
                     x_smem.at[slot],
                     full.at[slot],
+                    collective_axes=collective.get("x"),
                 )
                 plgpu.copy_gmem_to_smem(
                     w.at[pl.ds(col, tile.cols), depth],
                     w_smem.at[slot],
                     full.at[slot],
-                    collective_axes=collective,
+                    collective_axes=collective.get("w"),
                 )
                 if scaled:
-                    blocks = pl.ds(lax.div(col, jnp.int32(BLOCK)), LINE)
-                    plgpu.copy_gmem_to_smem(sw.at[k, blocks], sw_smem.at[slot], full.at[slot])
+                    line = line_of(lax.div(col, jnp.int32(BLOCK)))
+                    plgpu.copy_gmem_to_smem(sw.at[k, line], sw_smem.at[slot], full.at[slot])
                     plgpu.copy_gmem_to_smem(
                         sx.at[k, pl.ds(row, height)], sx_smem.at[slot], full.at[slot]
                     )
@@ -212,21 +237,23 @@ def _body(
         def visit(place: Any, row: jax.Array, col: jax.Array) -> jax.Array:
             x_rows = x_smem.at[:, mine]
 
-            def scales(slot: jax.Array) -> list[jax.Array]:
+            def scales(slot: jax.Array, first: int) -> list[jax.Array]:
                 layout = plgpu.Layout.WGMMA.reduce(1)
-                rows = load(sx_smem, (slot, mine), layout=layout, optimized=False)
+                own = pl.ds(wg * tile.rows + first, ROWS)
+                rows = load(sx_smem, (slot, own), layout=layout, optimized=False)
                 base = 0 if tile.cols % BLOCK == 0 else lax.rem(col, jnp.int32(BLOCK))
-                ends = [(base + c) // BLOCK for c in range(0, tile.cols, tile.store)]
+                place = place_in_line(lax.div(col, jnp.int32(BLOCK)))
+                ends = [place + (base + c) // BLOCK for c in range(0, tile.cols, tile.store)]
                 return [rows * sw_smem[slot, end] for end in ends]
 
             if scaled:
-                chunks, slot = _fp8_tile(
+                pieces, slot = _fp8_tile(
                     ring, place[0], steps, x_rows, w_smem, scales, tile, interpret
                 )
             else:
-                chunks, slot = _bf16_tile(ring, place[0], steps, x_rows, w_smem, tile)
+                pieces, slot = _bf16_tile(ring, place[0], steps, x_rows, w_smem, tile)
             target = out.at[pl.ds(row + wg * tile.rows, tile.rows), pl.ds(col, tile.cols)]
-            _store(chunks, out_smem.at[wg], target)
+            _store(pieces, out_smem.at[wg], target)
             return slot
 
         each_tile(visit)
@@ -246,6 +273,8 @@ def _kernel(
 ) -> jax.Array:
     rows, (n, k) = x.shape[0], w.shape
     height = tile.rows * tile.warpgroups
+    if groups > 1 and tile.share == "x":
+        raise KernelError(f"{name}: blocks beside each other may be of two groups, not {tile}")
     barrier = {"num_barriers": tile.stages}
     # every copy of a stage arrives once; every computing warpgroup of every block that shares
     # the stage releases it
@@ -261,7 +290,7 @@ def _kernel(
         plgpu.SMEM((tile.stages, height, tile.depth), x.dtype, transforms=stage),
         plgpu.SMEM((tile.stages, tile.cols, tile.depth), w.dtype, transforms=stage),
         plgpu.SMEM(
-            (tile.warpgroups, tile.out_slots, tile.rows, tile.store),
+            (tile.warpgroups, tile.out_slots, ROWS, tile.store),
             out_dtype,
             transforms=tiled(tile.store, out_dtype),
         ),
@@ -340,8 +369,8 @@ def matmul_fp8(
         interpret: run by the CPU interpreter.
         num_sms: blocks to launch.
     """
-    if tile.rows != fresh_sm90.ROWS or tile.depth != fresh_sm90.DEPTH:
-        raise KernelError(f"an FP8 tile has 64 rows and depth 128, not {tile}")
+    if tile.depth != BLOCK:
+        raise KernelError(f"an FP8 tile has the depth of a scale, {BLOCK}, not {tile}")
     scales = (x_scale, w_scale)
     name = "block_scaled_matmul_sm90_fp8"
     return _kernel(x, w, scales, tile, jnp.bfloat16, 1, interpret, num_sms, name)

@@ -8,6 +8,8 @@ from jax import lax
 
 from pallas_kernels._mosaic import pl, plgpu
 
+LINE = 32  # scales (of four bytes) of one copy, 128 bytes: the least that keeps slots aligned
+ALIGNED = 4  # a TMA copy begins at 16 bytes; elsewhere the GPU stops with an illegal instruction
 COPY_REGISTERS = 40
 MOST_REGISTERS = 240
 
@@ -20,6 +22,16 @@ def compute_registers(warpgroups: int) -> int:
     launched = min(65536 // (128 * (warpgroups + 1)) // 8 * 8, MOST_REGISTERS)
     free = launched * (warpgroups + 1) - COPY_REGISTERS
     return min(free // warpgroups // 8 * 8, MOST_REGISTERS)
+
+
+def line_of(index: jax.Array) -> Any:
+    """Returns the scales that one copy fetches for the scale ``index``, which is among them."""
+    return pl.ds(lax.div(index, jnp.int32(ALIGNED)) * ALIGNED, LINE)
+
+
+def place_in_line(index: jax.Array) -> jax.Array:
+    """Returns where the scale ``index`` lies in what ``line_of`` fetched."""
+    return lax.rem(index, jnp.int32(ALIGNED))
 
 
 class Ring:

@@ -34,20 +34,27 @@ class GroupedConfig:
     narrow: tuple[int, ...] = ()
 
 
-#: (product, mean rows of an expert up to which it holds) -> configuration.
-TABLE: Mapping[tuple[str, int], GroupedConfig] = MappingProxyType(
+#: Registers of a consumer's thread by consumers, beside a producer with 40: a block of fewer
+#: warpgroups starts with more registers a thread, and a request below that is undefined.
+_REGISTERS = MappingProxyType({1: 240, 2: 232, 4: 104})
+# Four consumers decode as fast as the copies bring a few rows; for more rows they lack registers,
+# and two are enough. On an H200 the first and the last are the fastest of those tried, the second
+# is correct, the others have not run: benchmarks/results/kernels_h200_2026-11-30.jsonl.
+_ROWS = MappingProxyType(
     {
-        ("gate_up", 8): GroupedConfig(16, stages=8),
-        ("gate_up", 20): GroupedConfig(32, stages=7),
-        ("gate_up", 44): GroupedConfig(64, stages=6),
-        ("gate_up", 64): GroupedConfig(80, stages=5),
-        ("gate_up", 1 << 30): GroupedConfig(144, stages=3),
-        ("down", 8): GroupedConfig(16, stages=8),
-        ("down", 20): GroupedConfig(32, stages=7),
-        ("down", 44): GroupedConfig(64, stages=6),
-        ("down", 64): GroupedConfig(80, stages=5),
-        ("down", 1 << 30): GroupedConfig(144, stages=3),
+        8: GroupedConfig(16, consumers=4, stages=5, registers=104),
+        20: GroupedConfig(32, stages=7, narrow=(16,)),
+        44: GroupedConfig(64, stages=6),
+        64: GroupedConfig(80, stages=5),
+        1 << 30: GroupedConfig(
+            144, stages=3, registers=240, producer_registers=24, narrow=(16, 128)
+        ),
     }
+)
+#: (product, mean rows of an expert up to which it holds) -> configuration; both products of the
+#: same rows have the same tiles of tokens.
+TABLE: Mapping[tuple[str, int], GroupedConfig] = MappingProxyType(
+    {(product, mean): config for product in ("gate_up", "down") for mean, config in _ROWS.items()}
 )
 
 
@@ -63,4 +70,7 @@ def config_for(product: str, rows: int, experts: int, units: int) -> GroupedConf
     mean = rows / experts
     bound = min(bound for name, bound in TABLE if name == product and mean <= bound)
     config = TABLE[product, bound]
-    return replace(config, consumers=gcd(config.consumers, units))
+    consumers = gcd(config.consumers, units)
+    if consumers == config.consumers:
+        return config
+    return replace(config, consumers=consumers, registers=_REGISTERS[consumers])

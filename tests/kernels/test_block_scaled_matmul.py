@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import core
 from pallas_kernels._mosaic import run_interpreted
-from pallas_kernels.block_scaled_matmul import configs, pallas_sm100
+from pallas_kernels.block_scaled_matmul import configs, pallas_sm100, ring
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul, matmul_bf16, matmul_fp8
 from pallas_kernels.block_scaled_matmul.arg_specs import CASES
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile, Tile
@@ -96,6 +96,7 @@ def test_edge_values_are_decoded_exactly():
         ((128, 256, 320), 1, Tile(cols=256, depth=64, stages=2)),
         ((256, 128, 128), 1, Tile(cols=128, depth=64, stages=2, cluster=2)),
         ((72, 96, 128), 2, Tile(cols=96, depth=64, stages=2, warpgroups=1, out_slots=1)),
+        ((128, 128, 128), 1, Tile(rows=128, cols=128, depth=64, stages=2, warpgroups=1)),
     ],
 )
 def test_bf16_body_equals_float64(shape, groups, tile):
@@ -115,10 +116,12 @@ def test_bf16_body_equals_float64(shape, groups, tile):
     "tile",
     [
         Tile(stages=2),
-        Tile(cols=160, stages=3, unroll=2),
-        Tile(cols=192, stages=2, cluster=2),
+        Tile(cols=160, stages=3, unroll=3, ahead=2),
+        Tile(cols=192, stages=2, cluster=2, ahead=0),
+        Tile(rows=128, stages=2, ahead=0, out_slots=1),
+        Tile(rows=128, warpgroups=1, stages=3, unroll=1, cluster=2, share="x"),
     ],
-    ids=["plain", "two in flight, 160 columns", "cluster, 192 columns"],
+    ids=["plain", "two ahead, 160 columns", "cluster, 192 columns", "128 rows", "shared rows"],
 )
 def test_fp8_body_equals_float64(tile):
     m, n, k = 256, 384, 384
@@ -137,13 +140,14 @@ def test_fp8_body_equals_float64(tile):
     "tile",
     [
         DecodeTile(tokens=8, stages=2, blocks=2),
-        DecodeTile(tokens=16, stages=2, warpgroups=1, cluster=2),
+        DecodeTile(tokens=8, stages=2, warpgroups=1, cluster=2),
+        DecodeTile(tokens=8, stages=2, warpgroups=4, depth=256),
     ],
 )
 def test_decode_body_shapes_give_the_same_bits(tile):
     rng = generator(4)
-    x, w = bf16(rng, 24, 384), e4m3(rng, 256, 384)
-    words = jnp.asarray(rng.integers(115, 128, (8, 12)).astype(np.uint8).view(np.int32).T)
+    x, w = bf16(rng, 16, 512), e4m3(rng, 256, 512)
+    words = jnp.asarray(rng.integers(115, 128, (8, 16)).astype(np.uint8).view(np.int32).T)
 
     def run(t):
         return run_interpreted(
@@ -215,9 +219,7 @@ def test_a_missing_wait_is_noticed(monkeypatch):
         interpret=True,
         num_sms=1,
     )
-    from pallas_kernels.block_scaled_matmul.ring import Ring
-
-    monkeypatch.setattr(Ring, "wait", lambda self, slot: None)
+    monkeypatch.setattr(ring.Ring, "wait", lambda self, slot: None)
     with pytest.raises(Exception, match=r"barrier|Barrier"):
         run_interpreted(call, bf16(rng, 64, 256), bf16(rng, 64, 256))
 
@@ -250,6 +252,27 @@ def test_refusals_say_the_rule_and_the_remedy():
             jnp.zeros((2, 192), jnp.uint8), ones, jnp.zeros((256, 192), jnp.uint8), ones,
             implementation="mosaic_sm90_fp8",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("index", [0, 1, 6, 55])
+def test_copies_of_scales_begin_at_sixteen_bytes(index):
+    """A rule of the GPU that neither the interpreter nor the compiler knows."""
+    line, place = ring.line_of(jnp.int32(index)), ring.place_in_line(jnp.int32(index))
+    assert line.start % ring.ALIGNED == 0
+    assert line.start + place == index
+    # a tile of 256 columns or 512 weight rows finds its scales in one line
+    assert place + 512 // 32 <= line.size
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    x, w = jnp.ones((8, 384), jnp.bfloat16), jnp.ones((64, 384), E4M3)
+    words = jnp.ones((3, 4), jnp.int32)
+    with pytest.raises(KernelError, match="multiple of the depth of a stage, got 384"):
+        matmul_decode(x, w, words, DecodeTile(depth=256))
+    with pytest.raises(KernelError, match="may be of two groups"):
+        body_bf16(x, w.astype(jnp.bfloat16), Tile(depth=64, cluster=2, share="x"), groups=2)
+    with pytest.raises(KernelError, match="depth of a scale"):
+        body_fp8(x.astype(E4M3), jnp.ones((3, 8)), w, jnp.ones((3, 4)), Tile(depth=64))
 
 
 def test_every_tile_of_the_table_is_chosen_by_some_shape():

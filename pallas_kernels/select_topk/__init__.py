@@ -1,0 +1,1 @@
+"""Exact selection of the largest scores and of candidate blocks (kernels.md 4.4)."""
