@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=100, help="decode steps of every window")
-    parser.add_argument("--determinism", default="run", help='"batch" raises off CPU so far')
+    parser.add_argument("--determinism", default="run", help="a level of `load`")
     parser.add_argument("--numerics", default="checkpoint")
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--budget", type=int, default=1024, help="rows of a prompt step")

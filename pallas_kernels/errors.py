@@ -29,3 +29,19 @@ class KernelUnsupported(KernelError):
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str, str]]:
         # an exception is otherwise rebuilt from its one message when it crosses a process
         return type(self), self.fields
+
+
+def require_named(op: str, implementation: str, implementations: tuple[str, ...]) -> None:
+    """Checks that an op has an implementation of that name.
+
+    Raises:
+        KernelUnsupported: it has not.
+    """
+    if implementation not in implementations:
+        raise KernelUnsupported(
+            op,
+            implementation,
+            f"an implementation is one of {implementations}",
+            repr(implementation),
+            "name one of them",
+        )

@@ -111,8 +111,7 @@ def train(
         loss=LossSettings(index_coefficient=index_loss, remat=remat, rounded=rounded),
     )
     token_map = data_files.packed_token_map(packed, config.vocab_size)
-    notes = {"seed": seed, "data": data.name, "batch": batch, "length": length}
-    notes |= {"devices": devices}
+    notes = {"seed": seed, "data": data.name, "batch": batch, "length": length, "devices": devices}
     if init is None:
         params = init_params(config, seed, token_map)
     else:

@@ -22,6 +22,7 @@ from pallas_kernels.block_scaled_matmul.ring import (
     compute_registers,
     line_of,
     place_in_line,
+    release_barrier,
 )
 from pallas_kernels.errors import KernelError
 
@@ -197,13 +198,7 @@ def matmul_decode(
     if k % tile.depth:
         raise KernelError(f"K must be a multiple of the depth of a stage, got {k} and {tile}")
     height = ROWS * tile.blocks * tile.warpgroups
-    barrier = {"num_barriers": tile.stages}
-    if tile.cluster > 1:
-        empty: Any = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=tile.warpgroups, **barrier
-        )
-    else:
-        empty = plgpu.Barrier(num_arrivals=tile.warpgroups, **barrier)
+    empty = release_barrier(tile.stages, tile.warpgroups, tile.cluster)
     scratch = [
         plgpu.SMEM(
             (tile.stages, tile.tokens, tile.depth),
@@ -215,7 +210,7 @@ def matmul_decode(
         ),
         plgpu.SMEM((tile.stages, tile.depth // WORD, LINE), jnp.int32),
         plgpu.SMEM((tile.warpgroups, tile.store, ROWS), x.dtype, transforms=tiled(ROWS, x.dtype)),
-        plgpu.Barrier(num_arrivals=3, **barrier),
+        plgpu.Barrier(num_arrivals=3, num_barriers=tile.stages),
         empty,
     ]
     if interpret:

@@ -23,6 +23,7 @@ from pallas_kernels.block_scaled_matmul.ring import (
     compute_registers,
     line_of,
     place_in_line,
+    release_barrier,
 )
 from pallas_kernels.errors import KernelError
 
@@ -275,16 +276,10 @@ def _kernel(
     height = tile.rows * tile.warpgroups
     if groups > 1 and tile.share == "x":
         raise KernelError(f"{name}: blocks beside each other may be of two groups, not {tile}")
-    barrier = {"num_barriers": tile.stages}
     # every copy of a stage arrives once; every computing warpgroup of every block that shares
     # the stage releases it
-    full = plgpu.Barrier(num_arrivals=4 if scales else 2, **barrier)
-    if tile.cluster > 1:
-        empty: Any = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=tile.warpgroups, **barrier
-        )
-    else:
-        empty = plgpu.Barrier(num_arrivals=tile.warpgroups, **barrier)
+    full = plgpu.Barrier(num_arrivals=4 if scales else 2, num_barriers=tile.stages)
+    empty = release_barrier(tile.stages, tile.warpgroups, tile.cluster)
     stage = tiled(tile.depth, x.dtype)
     scratch = [
         plgpu.SMEM((tile.stages, height, tile.depth), x.dtype, transforms=stage),

@@ -24,6 +24,18 @@ def compute_registers(warpgroups: int) -> int:
     return min(free // warpgroups // 8 * 8, MOST_REGISTERS)
 
 
+def release_barrier(stages: int, warpgroups: int, cluster: int) -> Any:
+    """Returns the barriers by which computing warpgroups give stages back, one a stage.
+
+    Those of every block of a cluster, since its blocks share what is copied.
+    """
+    if cluster > 1:
+        return plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=warpgroups, num_barriers=stages
+        )
+    return plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+
+
 def line_of(index: jax.Array) -> Any:
     """Returns the scales that one copy fetches for the scale ``index``, which is among them."""
     return pl.ds(lax.div(index, jnp.int32(ALIGNED)) * ALIGNED, LINE)

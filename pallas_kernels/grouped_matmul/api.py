@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import core
-from pallas_kernels.errors import KernelError, KernelUnsupported
+from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.configs import config_for
 from pallas_kernels.grouped_matmul.layout import UNIT_CHANNELS, ExpertWords, prepare_experts
@@ -67,14 +67,7 @@ def routed_experts(
         KernelUnsupported: no such implementation, or weights too large to rearrange in a call.
     """
     _check(x_codes, x_scale, w1, w3, w2, offsets, row_token, row_weight)
-    if implementation not in IMPLEMENTATIONS:
-        raise KernelUnsupported(
-            OP,
-            implementation,
-            f"an implementation is one of {IMPLEMENTATIONS}",
-            repr(implementation),
-            "name one of them",
-        )
+    require_named(OP, implementation, IMPLEMENTATIONS)
     first_group = jnp.asarray(first_group, jnp.int32)
     token = jnp.clip(row_token, 0, x_codes.shape[0] - 1)
     x = core.dequantize_q8(x_codes, x_scale).astype(jnp.bfloat16)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import KernelError, KernelUnsupported
+from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.indexer_logits import reference
 
 OP = "indexer_logits"
@@ -48,14 +48,7 @@ def indexer_logits(
         KernelError: shapes or dtypes do not fit.
         KernelUnsupported: no such implementation, or one that does not take these shapes.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise KernelUnsupported(
-            OP,
-            implementation,
-            f"an implementation is one of {IMPLEMENTATIONS}",
-            repr(implementation),
-            "name one of them",
-        )
+    require_named(OP, implementation, IMPLEMENTATIONS)
     arguments = (query_codes, query_scale, weight, key_codes, key_scale, pages, length)
     _check(*arguments)
     if 0 in (query_codes.shape[0], pages.shape[1], key_codes.shape[1]):

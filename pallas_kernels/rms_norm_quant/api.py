@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.codes import as_bytes
-from pallas_kernels.errors import KernelError, KernelUnsupported
+from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.rms_norm_quant import reference
 from pallas_kernels.rms_norm_quant.configs import TABLE
 
@@ -38,14 +38,7 @@ def rms_norm_quant(
             f"{OP} needs x [m, d] and weight [d] with d a multiple of 32, got {x.shape} and "
             f"{weight.shape}"
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise KernelUnsupported(
-            OP,
-            implementation,
-            f"an implementation is one of {IMPLEMENTATIONS}",
-            repr(implementation),
-            "name one of them",
-        )
+    require_named(OP, implementation, IMPLEMENTATIONS)
     if implementation == "xla":
         return reference.rms_norm_quant(x, weight, eps)
     if x.dtype != jnp.bfloat16:

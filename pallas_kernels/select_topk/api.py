@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.errors import KernelError, KernelUnsupported
+from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.select_topk import reference
 from pallas_kernels.select_topk.configs import TABLE
 
@@ -99,14 +99,7 @@ def _check(scores: jax.Array, length: jax.Array | None, implementation: str) -> 
     if scores.ndim != 2 or (length is not None and length.shape != scores.shape[:1]):
         shape = None if length is None else length.shape
         raise KernelError(f"{OP} needs scores [m, n] and length [m], got {scores.shape}, {shape}")
-    if implementation not in IMPLEMENTATIONS:
-        raise KernelUnsupported(
-            OP,
-            implementation,
-            f"an implementation is one of {IMPLEMENTATIONS}",
-            repr(implementation),
-            "name one of them",
-        )
+    require_named(OP, implementation, IMPLEMENTATIONS)
     if implementation != "xla" and scores.dtype not in (jnp.bfloat16, jnp.float32):
         raise KernelUnsupported(
             OP,

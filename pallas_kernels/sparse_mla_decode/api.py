@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels.errors import KernelError, KernelUnsupported
+from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.sparse_mla_decode import reference
 from pallas_kernels.sparse_mla_decode.configs import TABLE
 from pallas_kernels.sparse_mla_decode.reference import BLOCK
@@ -61,14 +61,7 @@ def sparse_mla_decode(
         KernelUnsupported: no such implementation, or a shape that it does not cover.
     """
     _check(q, window, window_ids, selected, selected_ids, sink)
-    if implementation not in IMPLEMENTATIONS:
-        raise KernelUnsupported(
-            OP,
-            implementation,
-            f"an implementation is one of {IMPLEMENTATIONS}",
-            repr(implementation),
-            "name one of them",
-        )
+    require_named(OP, implementation, IMPLEMENTATIONS)
     if q.shape[0] == 0:
         out, lse = jnp.zeros(q.shape, jnp.bfloat16), jnp.zeros(q.shape[:2], jnp.float32)
         return (out, lse) if with_lse else out
