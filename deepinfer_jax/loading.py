@@ -14,12 +14,13 @@ from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
 from deepinfer_jax.checkpoint.loader import EngramPlace, load_params
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.config.model import (
+    Branches,
     DeterminismLevel,
     ExecutionConfig,
     ModelConfig,
     NumericsMode,
 )
-from deepinfer_jax.determinism import require_level, row_tile
+from deepinfer_jax.determinism import GPU_PLATFORMS, require_level, row_tile
 from deepinfer_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -130,7 +131,7 @@ def load(
     params = read(folder, config, progress=progress, engram=engram)
     if numerics == "float32" and fits_expanded(config):
         params = expand_float32(params)
-    execution = replace(execution, kernels=chosen)
+    execution = replace(execution, kernels=chosen, branches=_branches(config, determinism))
     params = for_kernels(params, execution)
     if token_map is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
@@ -211,6 +212,16 @@ def _check_options(
         raise ConfigError(f"mesh must be None (one device) so far, got {mesh!r}")
     if tp_chunks is not None:
         raise ConfigError(f"tp_chunks must be None without tensor parallelism, got {tp_chunks!r}")
+
+
+def _branches(config: ModelConfig, determinism: str) -> Branches:
+    """Returns how the programs branch on this platform: see `ExecutionConfig.branches`.
+
+    Level "batch" loops over tiles whatever the platform; DeepSeek-V4 has one form.
+    """
+    on_gpu = jax.default_backend() in GPU_PLATFORMS
+    is_free = determinism != "batch" and config.model_type == "deepseek_v41"
+    return "static" if on_gpu and is_free else "data"
 
 
 def fits_expanded(config: ModelConfig) -> bool:

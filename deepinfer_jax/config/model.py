@@ -12,6 +12,7 @@ from typing import Literal
 NumericsMode = Literal["checkpoint", "float32", "training"]
 DeterminismLevel = Literal["off", "run", "batch"]
 Replay = Literal["off", "mask", "compact"]
+Branches = Literal["data", "static"]
 DraftHead = Literal["markov", "rnn", "none"]
 
 
@@ -152,6 +153,10 @@ class ExecutionConfig:
     # V4.1 prefill past the last KV source (engine.md 4.2): "mask" hides window rows below the floor
     # of their slot, "compact" also skips tiles below it. The floor is state, not configuration.
     replay: Replay = "off"
+    # "data": one loop over layers whose roles are data, conditions and loop bounds on data: what no
+    # row needs is skipped. "static": layers one by one with known roles, everything computed for
+    # every row: a GPU waits for the host at each condition, which costs more than small work.
+    branches: Branches = "data"
 
     def kernel(self, operation: str) -> str:
         """Returns the implementation chosen for an operation, "xla" unless another was named."""

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.layout import PlanParts, header_word
-from deepinfer_jax.engine.rows import Emitters
+from deepinfer_jax.engine.rows import SMALL_TABLE, TILE, Emitters, by_tiles
 from deepinfer_jax.engine.slots import RUNNING, DraftState, SlotState, advance, row_edits
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.registry import AnyParams
@@ -29,11 +29,10 @@ from deepinfer_jax.sampling import random
 from deepinfer_jax.sampling.logprobs import TokenLogprobs, pick_tile
 from deepinfer_jax.sampling.rows import RowParams
 from deepinfer_jax.sampling.sample import NO_TOKEN, sample_tile
+from deepinfer_jax.sampling.truncate import NARROW, WIDE
 from deepinfer_jax.speculative.block import block_length, block_mass, block_rows
 from deepinfer_jax.speculative.verify import BLOCK, row_verdicts
 from pallas_kernels import core
-
-TILE = core.ROW_TILE
 
 
 @struct.dataclass
@@ -112,27 +111,57 @@ def choose(
     image = config.image_token_id  # stands for pixels: no text has it
     never = None if image is None else jnp.arange(config.vocab_size) == image
     ops = ops_for(config.execution)
+    always_told = ops.static and size * config.vocab_size <= SMALL_TABLE
+
+    def emitting(number: Int[Array, " t"]) -> tuple[Array, _Rows, Array]:
+        """Returns (numbers, the rows of these numbers, their logits)."""
+        rows = _tile_rows(slots, plan, emitters, stop, number, hidden)
+        return number, rows, ops.head(rows.hidden, params.head)
+
+    def sampled(number: Array, rows: _Rows, logits: Array) -> tuple:
+        """Returns the arguments of `judged` of one tile."""
+        rules = slots.rules.take(rows.slot)
+        digit = WIDE if ops.static else NARROW
+        return rules, rows, number, *_sample(slots, rules, rows, logits, never, digit), logits
+
+    def judged(
+        judge: Callable[..., _Chosen],
+        rules: RowParams,
+        rows: _Rows,
+        number: Array,
+        token: Array,
+        status: Array,
+        log_p: Array,
+        logits: Array,
+    ) -> tuple[_Chosen, Reported]:
+        chosen = judge(rules, rows, number, token, status, log_p)
+        processed = slots.processed[rows.slot]
+
+        def record() -> TokenLogprobs:
+            return token_record(logits, log_p, processed, chosen.token, alternatives)
+
+        nothing = partial(no_record, TILE, alternatives)
+        logprobs = record() if always_told else lax.cond(wants, record, nothing)
+        return chosen, Reported(
+            logprobs=logprobs, hashes=logit_hash_tile(logits) if hashes else None
+        )
+
+    everything = None
+    if ops.static:
+        everything = by_tiles(sampled, *emitting(jnp.arange(size, dtype=jnp.int32)))
 
     def each_tile(judge: Callable[..., _Chosen], tiles: Array) -> tuple[_Chosen, Reported]:
         """Returns what `judge` finds for all emitting rows, and what is told of its tokens."""
+        if everything is not None:
+            return by_tiles(partial(judged, judge), *everything)
 
         def tile(index: Int[Array, ""] | int, found: tuple) -> tuple:
             start = index * TILE
-            number = start + jnp.arange(TILE, dtype=jnp.int32)
-            rows = _tile_rows(slots, plan, emitters, stop, number, hidden)
-            logits = ops.head(rows.hidden, params.head)
-            rules = slots.rules.take(rows.slot)
-            token, status, log_p = _sample(slots, rules, rows, logits, never)
-            chosen = judge(rules, rows, number, token, status, log_p)
-            processed = slots.processed[rows.slot]
-            record = lax.cond(
-                wants,
-                lambda: token_record(logits, log_p, processed, chosen.token, alternatives),
-                lambda: no_record(TILE, alternatives),
-            )
-            told = Reported(logprobs=record, hashes=logit_hash_tile(logits) if hashes else None)
+            rows = emitting(start + jnp.arange(TILE, dtype=jnp.int32))
             return jax.tree.map(
-                lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0), found, (chosen, told)
+                lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0),
+                found,
+                judged(judge, *sampled(*rows)),
             )
 
         no_hashes = jnp.zeros((size, 2), jnp.uint32) if hashes else None
@@ -181,13 +210,18 @@ def _tile_rows(
 
 
 def _sample(
-    slots: SlotState, rules: RowParams, rows: _Rows, logits: Array, never: Array | None
+    slots: SlotState,
+    rules: RowParams,
+    rows: _Rows,
+    logits: Array,
+    never: Array | None,
+    digit: int,
 ) -> tuple[Array, Array, Array]:
     """Returns `sample_tile` of the rows, without the costly edits if no row has any."""
 
     def pick(full: bool) -> tuple[Array, Array, Array]:
         edits = row_edits(slots, rows.slot, rows.before, full=full)
-        return sample_tile(logits, rules, rows.index, edits, never_emit=never)
+        return sample_tile(logits, rules, rows.index, edits, never_emit=never, digit=digit)
 
     return lax.cond(slots.edited[rows.slot].any(), lambda: pick(True), lambda: pick(False))
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Float
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
@@ -19,6 +20,8 @@ from deepinfer_jax.speculative.cost import Corrections, StepCost
 
 #: Steps without drafts after they did not pay: at first, and at most when they do not again.
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
+#: Weight of a step in the usual survivals.
+_NEWS = 0.1
 
 
 def assumed_cost(row_step: int, most: int) -> StepCost:
@@ -54,6 +57,8 @@ class DraftPolicy:
     _paused: int = field(default=0, init=False)
     _next_pause: int = field(default=_FIRST_PAUSE, init=False)
     _has_drafts: bool = field(default=False, init=False)
+    # Survivals a round usually has [size]; drafts count as certain until the first are known.
+    _usual: np.ndarray | None = field(default=None, init=False)
 
     def drafts_of(self, sequence: Sequence) -> int:
         """Returns how many drafts of a sequence a step may verify at most."""
@@ -81,20 +86,28 @@ class DraftPolicy:
             age = 0 if self.exact_only else _age(sequence)
             if len(sequence.survivals) > age:
                 survival[place], is_known[place] = sequence.survivals[age], True
+        usual = np.ones(self.size, np.float32) if self._usual is None else self._usual
         context = sum(sequence.computed for sequence in sequences) / count
         corrections = self.corrections
         budget = best_total(
-            complete_survival(survival, is_known, drafts),
+            complete_survival(survival, is_known, drafts, usual),
             lambda rows: corrections.seconds(rows, context),
             capacity=count + int(drafts.sum()),
             draft_seconds=corrections.drafting_seconds(count),
         )
+        if is_known.any():
+            self._note(np.nan_to_num(survival[is_known]).mean(axis=0))
         if self._has_drafts:
             self._judge(budget.drafting_pays, bool(is_known.all()))
         return budget.total, self._makes_drafts()
 
+    def _note(self, survival: Float[np.ndarray, " n"]) -> None:
+        """Takes the mean survivals of a step into the usual ones, which the next steps use."""
+        before = survival if self._usual is None else self._usual
+        self._usual = before + np.float32(_NEWS) * (survival - before)
+
     def _judge(self, pays: bool, is_sure: bool) -> None:
-        """Begins a pause if drafts do not pay; what is not known yet counts as paying."""
+        """Begins a pause if drafts do not pay; only known survivals end a row of longer ones."""
         if not pays:
             self._paused = self._next_pause
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)

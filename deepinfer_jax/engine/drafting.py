@@ -5,6 +5,7 @@ only say which drafts are accepted. With verify="exact" they are drawn with the 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +16,15 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
 from deepinfer_jax.engine.choose import Emitted
 from deepinfer_jax.engine.layout import MAKE_DRAFTS, NO_DRAFTS, PlanParts, header_word
-from deepinfer_jax.engine.rows import Emitters
+from deepinfer_jax.engine.rows import Emitters, by_tiles
 from deepinfer_jax.engine.slots import RUNNING, EngineState
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.draft import draft_blocks
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import CacheState
-from deepinfer_jax.sampling.truncate import is_greedy, logprobs_tile
+from deepinfer_jax.numerics.ops import ops_for
+from deepinfer_jax.sampling.truncate import NARROW, WIDE, is_greedy, logprobs_tile
 from deepinfer_jax.speculative.confidence import calibrated_confidence
 from deepinfer_jax.speculative.verify import draft_tokens
 
@@ -81,14 +83,22 @@ def make_drafts(
     length, rules = cache.length[slot], slots.rules.take(slot)
     image, rule = config.image_token_id, slots.drafting.rule[slot]
     keeps_q = slots.drafting.log_q is not None
+    is_static = ops_for(config.execution).static
 
     def choose(
         sequence: Int[Array, " t"], place: Int[Array, ""], scores: Float[Array, "t v"]
     ) -> tuple[Array, Array | None]:
+        if is_static:
+            return by_tiles(partial(choose_tile, place), sequence, scores)
+        return choose_tile(place, sequence, scores)
+
+    def choose_tile(
+        place: Int[Array, ""], sequence: Int[Array, " t"], scores: Float[Array, "t v"]
+    ) -> tuple[Array, Array | None]:
         if image is not None:
             scores = jnp.where(jnp.arange(scores.shape[1]) == image, -jnp.inf, scores)
         own = rules.take(sequence)
-        log_q = logprobs_tile(scores, own)
+        log_q = logprobs_tile(scores, own, WIDE if is_static else NARROW)
         anchor = length[sequence]
         token = lax.cond(
             jnp.all(is_greedy(own.temperature)),

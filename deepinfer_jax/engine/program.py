@@ -19,7 +19,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.choose import Emitted, choose, no_record, token_record
 from deepinfer_jax.engine.drafting import Drafting, make_drafts
 from deepinfer_jax.engine.layout import RESULT, PlanLayout, PlanParts, header_word, unpack
-from deepinfer_jax.engine.rows import Emitters, step_rows
+from deepinfer_jax.engine.rows import SMALL_TABLE, TILE, Emitters, by_tiles, step_rows
 from deepinfer_jax.engine.slots import EngineState, SlotState, admit, ids_before
 from deepinfer_jax.model.params import Leaf, Params
 from deepinfer_jax.model.registry import AnyParams
@@ -28,9 +28,6 @@ from deepinfer_jax.model.step import step
 from deepinfer_jax.numerics.ops import ops_for
 from deepinfer_jax.sampling.logprobs import TokenLogprobs
 from deepinfer_jax.speculative.confidence import survival
-from pallas_kernels import core
-
-TILE = core.ROW_TILE
 
 
 @struct.dataclass
@@ -181,17 +178,22 @@ def _score_prompt(
     """Returns raw log-probabilities of the next prompt ids, where the plan asks for them."""
     ops = ops_for(config.execution)
 
+    def record(logits: Float[Array, "t v"], target: Int[Array, " t"]) -> TokenLogprobs:
+        raw = jnp.zeros((TILE,), bool)
+        return token_record(logits, logits, raw, target, alternatives)
+
     def tile(index: Int[Array, ""] | int, found: TokenLogprobs) -> TokenLogprobs:
         start = index * TILE
         rows = lax.dynamic_slice_in_dim(hidden, start, TILE)
         target = lax.dynamic_slice_in_dim(parts.target, start, TILE)
         rows, target = lax.optimization_barrier((rows, target))
-        logits = ops.head(rows, params.head)
-        raw = jnp.zeros((TILE,), bool)
-        record = token_record(logits, logits, raw, target, alternatives)
         return jax.tree.map(
-            lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0), found, record
+            lambda a, b: lax.dynamic_update_slice_in_dim(a, b, start, 0),
+            found,
+            record(ops.head(rows, params.head), target),
         )
 
+    if ops.static and layout.rows * config.vocab_size <= SMALL_TABLE:
+        return by_tiles(record, ops.head(hidden, params.head), parts.target)
     count = jnp.where(header_word(parts, "scores_prompt"), header_word(parts, "prompt_rows"), 0)
     return lax.fori_loop(0, -(-count // TILE), tile, no_record(layout.rows, alternatives))

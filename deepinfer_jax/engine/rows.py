@@ -4,6 +4,10 @@ A round is the newest token (the anchor) and the drafts after it that are verifi
 are is decided here, on the device, from confidences the host has not seen (engine.md 2.8).
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
@@ -15,6 +19,12 @@ from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.step import Plan
 from deepinfer_jax.speculative.confidence import survival
 from deepinfer_jax.speculative.schedule import fill_by_rank
+from pallas_kernels import core
+
+TILE = core.ROW_TILE
+#: Elements up to which a table of rows and token ids is worked out whether it is wanted or not, by
+#: a program without conditions on data.
+SMALL_TABLE = 2**23
 
 
 @struct.dataclass
@@ -87,6 +97,29 @@ def step_rows(
         is_round=is_round,
     )
     return plan, emitters
+
+
+def by_tiles(body: Callable[..., Any], *trees: Any) -> Any:
+    """Returns a function of tiles of `TILE` rows for all rows at once, as one batch of tiles.
+
+    Conditions of the tiles become selections then, which is what `branches="static"` wants: the
+    rows of a tile never depend on what the others make unnecessary.
+
+    Args:
+        body: from pytrees with leaves [TILE, ...] to one.
+        *trees: pytrees with leaves [n, ...] of one n.
+    """
+    rows = jax.tree.leaves(trees)[0].shape[0]
+    tiles = -(-rows // TILE)
+
+    def cut(leaf: Array) -> Array:
+        padding = [(0, tiles * TILE - rows)] + [(0, 0)] * (leaf.ndim - 1)
+        return jnp.pad(leaf, padding).reshape(tiles, TILE, *leaf.shape[1:])
+
+    def joined(leaf: Array) -> Array:
+        return leaf.reshape(tiles * TILE, *leaf.shape[2:])[:rows]
+
+    return jax.tree.map(joined, jax.vmap(body)(*jax.tree.map(cut, trees)))
 
 
 def round_drafts(

@@ -12,6 +12,9 @@ from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.model.step import plan_length
 
+#: Rows of the smallest plan where programs are few: those of a GPU take long to compile, and fewer
+#: rows save it no time.
+STATIC_ROWS = 64
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.8
 
@@ -27,7 +30,8 @@ def plan_layouts(
     most = _most_rows(config, runtime, drafts)
     sizes = [most]
     if config.execution.determinism != "batch":
-        size = plan_length(1, tile)
+        is_static = config.execution.branches == "static"
+        size = plan_length(STATIC_ROWS if is_static else 1, tile)
         sizes = []
         while size < most:
             sizes.append(size)

@@ -50,7 +50,12 @@ def sinkhorn(ops: Ops, mhc: MHCConfig, matrix: Float[Array, "t m m"]) -> Float[A
 
     exponential = jnp.exp(matrix - matrix.max(axis=2, keepdims=True))
     first = exponential / ops.fold_sum(exponential, axis=2)[:, :, None] + eps
-    return lax.fori_loop(0, mhc.hc_sinkhorn_iters - 1, rows_then_columns, columns(first))
+    # On a GPU every trip launches kernels and a copy. More steps a trip save launches, but all of
+    # them at once took its compiler minutes.
+    unroll = 2 if ops.static else 1
+    return lax.fori_loop(
+        0, mhc.hc_sinkhorn_iters - 1, rows_then_columns, columns(first), unroll=unroll
+    )
 
 
 def collapse(

@@ -1,5 +1,7 @@
 """Mixture of experts: router, experts in fixed-shape products, ordered combine (model.md 3.11)."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,6 +12,9 @@ from deepinfer_jax.model.params import ExpertParams, LayerParams
 from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.ops import Ops
 from pallas_kernels import core
+
+#: Weights of one layer's experts up to which all of them are computed at once (`all_experts`).
+SMALL_EXPERTS = 2**26
 
 
 def router_scores(logits: Float[Array, "t e"]) -> Float[Array, "t e"]:
@@ -99,10 +104,45 @@ def routed_experts(
     def visit(
         out: Float[Array, "t k d"], expert: Int[Array, ""]
     ) -> tuple[Float[Array, "t k d"], None]:
+        if ops.static:
+            return run(out, expert), None
         return lax.cond(hit[expert], run, lambda o, _: o, out, expert), None
 
     start = jnp.zeros((*ids.shape, x.shape[1]), jnp.float32)
     return lax.scan(visit, start, order)[0]
+
+
+def all_experts(
+    ops: Ops,
+    moe: MoEConfig,
+    experts: ExpertParams,
+    layer: Int[Array, ""] | int,
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+) -> Float[Array, "t k d"]:
+    """Returns the same as `routed_experts`: every expert on every row, in one product for each use.
+
+    More arithmetic and no loop, for small experts on a device that waits for launches.
+    """
+    taken = jax.tree.map(lambda leaf: leaf[layer], experts)
+    w1, w3, w2 = (core.dequantize(leaf) for leaf in (taken.w1, taken.w3, taken.w2))
+    count, width, dim = w1.shape
+    gate = ops.contract_float32(x, w1.reshape(-1, dim))
+    up = ops.contract_float32(x, w3.reshape(-1, dim))
+    gate = jnp.minimum(ops.bf16(gate), moe.swiglu_limit)
+    up = jnp.clip(ops.bf16(up), -moe.swiglu_limit, moe.swiglu_limit)
+    active = (jax.nn.silu(gate) * up).reshape(-1, count, width)
+    selected = ids[:, :, None] == jnp.arange(count)
+    weight = jnp.where(selected, weights[:, :, None], 0.0).max(axis=1)
+    active = ops.q8(ops.bf16(active * weight[:, :, None]))
+    out = ops.bf16(ops.contract_grouped_float32(active, w2))
+    return jnp.take_along_axis(out, ids[:, :, None], axis=1)
+
+
+def _are_small(experts: ExpertParams) -> bool:
+    """Says whether the experts of a layer may be expanded at once."""
+    return 3 * math.prod(experts.w1.shape[1:]) <= SMALL_EXPERTS
 
 
 def grouped_experts(
@@ -181,6 +221,9 @@ def moe_layer(
         routed = every_expert(ops, moe, leaves, x, ids, weights)[:, None]
     else:
         grouped = ops.kernel("grouped_matmul") != "xla"
-        run = grouped_experts if grouped else routed_experts
-        routed = run(ops, moe, params.experts, layer, x, ids, weights, valid)
+        given = (ops, moe, params.experts, layer, x, ids, weights)
+        if ops.static and not grouped and _are_small(params.experts):
+            routed = all_experts(*given)
+        else:
+            routed = (grouped_experts if grouped else routed_experts)(*given, valid)
     return ops.combine(routed, swiglu(ops, moe, params.shared, x)), ids, weights

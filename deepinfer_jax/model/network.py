@@ -1,6 +1,8 @@
 """The V4.1 network on one tile of rows: embedding, layers scanned, final norm."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from deepinfer_jax.model.draft import draft_params, draft_settings, write_contex
 from deepinfer_jax.model.layer import OwnLayer, apply_layer
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
-from deepinfer_jax.model.tile import Flow, Role, Rows, role_table, scan_first
+from deepinfer_jax.model.tile import Flow, Role, Rows, role_table, scan_first, static_roles
 from deepinfer_jax.numerics.ops import Ops
 
 
@@ -65,15 +67,33 @@ def run_tile(
         published = encoder_layers(config) + 1  # the last KV source needs every row
         trips = jnp.where(kept.any(), config.num_hidden_layers, published)
         carry, seen = scan_first(layer, (state, start), scanned, trips)
+    elif ops.static:
+        carry, seen = _one_by_one(layer, (state, start), static_roles(config))
     else:
         carry, seen = lax.scan(layer, (state, start), scanned)
     state, flow = carry
     if drafting:
-        taps = seen["tap"][np.asarray(draft_settings(config).dspark_target_layer_ids)]
+        tapped = draft_settings(config).dspark_target_layer_ids
+        if ops.static:
+            taps = jnp.stack([seen["tap"][place] for place in tapped])
+        else:
+            taps = seen["tap"][np.asarray(tapped)]
         state = write_context(ops, config, draft_params(params), state, tile, taps)
     hidden = mhc.collapse(ops, flow.mix, flow.streams)
     final = ops.norm(hidden, params.norm, config.rms_norm_eps)
-    return state, final, {name: seen[name] for name in collect}
+    return state, final, {name: jnp.asarray(seen[name]) for name in collect}
+
+
+def _one_by_one(
+    layer: Callable[..., tuple[Any, dict[str, Array]]], carry: Any, roles: list[Role]
+) -> tuple[Any, dict[str, list[Array]]]:
+    """Returns what a scan over the layers returns, observations in lists; roles are known."""
+    seen: dict[str, list[Array]] = {}
+    for role in roles:
+        carry, found = layer(carry, (role, None))
+        for name, value in found.items():
+            seen.setdefault(name, []).append(value)
+    return carry, seen
 
 
 def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:

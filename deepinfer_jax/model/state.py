@@ -145,7 +145,7 @@ def page_address(
 def read_pages(
     leaf: Shaped[Array, "n p z w"],
     state: Paged,
-    source: Int[Array, ""],
+    source: Int[Array, ""] | int,
     slot: Int[Array, " t"],
     index: Int[Array, "t k"],
 ) -> Shaped[Array, "t k w"]:
@@ -157,7 +157,7 @@ def read_pages(
 def write_pages(
     leaf: Shaped[Array, "n p z w"],
     state: Paged,
-    source: Int[Array, ""],
+    source: Int[Array, ""] | int,
     slot: Int[Array, " t"],
     index: Int[Array, " t"],
     value: Shaped[Array, "t w"],

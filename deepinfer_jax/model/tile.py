@@ -1,4 +1,4 @@
-"""What the layer functions work on: one tile of rows, the flow between layers, roles as data."""
+"""What the layer functions work on: one tile of rows, the flow between layers, roles of layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,9 +51,11 @@ class Flow:
 class Role:
     """Layer roles as int32 scalars, or arrays [layers] before the scan. -1 means none.
 
+    Or Python ints (`static_roles`): then `branch` and `may_be` decide while tracing.
+
     group, source: whose compressed rows are read, as index into `source_ratios` and into the stack
     of that ratio. owner: the group this layer writes to. index: its place among the indexers.
-    engram: its place among the Engram tables.
+    search: the group whose index keys it searches. engram: its place among the Engram tables.
     """
 
     layer: Leaf
@@ -61,6 +63,7 @@ class Role:
     source: Leaf
     owner: Leaf
     index: Leaf
+    search: Leaf
     engram: Leaf
     yarn: Leaf
     is_candidate_source: Leaf
@@ -73,15 +76,22 @@ def role_table(config: ModelConfig) -> Role:
     return Role(**{name: jnp.asarray([e[name] for e in entries], jnp.int32) for name in entries[0]})
 
 
+def static_roles(config: ModelConfig) -> list[Role]:
+    """Returns the role of every layer as Python ints, for layers that are traced one by one."""
+    return [Role(**_entry(config, role)) for role in layer_roles(config)]
+
+
 def _entry(config: ModelConfig, role: LayerRole) -> dict[str, int]:
     sources = source_layers(config, role.ratio)
     group = _place(source_ratios(config), role.ratio)
+    index = _place(index_layers(config), role.layer)
     return {
         "layer": role.layer,
         "group": group,
         "source": max(_place(sources, role.kv_source), 0),
         "owner": group if role.kv_source == role.layer else -1,
-        "index": _place(index_layers(config), role.layer),
+        "index": index,
+        "search": group if index >= 0 else -1,
         "engram": _place(config.engram.engram_layer_ids if config.engram else (), role.layer),
         "yarn": int(role.uses_yarn),
         "is_candidate_source": int(role.is_candidate_source),
@@ -93,13 +103,22 @@ def _place(values: tuple[int, ...], value: int | None) -> int:
     return values.index(value) if value in values else -1
 
 
-def branch(place: Int[Array, ""], none: Callable[[], Any], some: list[Callable[[], Any]]) -> Any:
-    """Returns `some[place]()`, or `none()` where place is -1.
+def branch(
+    place: Int[Array, ""] | int, none: Callable[[], Any], some: list[Callable[[], Any]]
+) -> Any:
+    """Returns `some[place]()`, or `none()` where place is -1; a known place traces its own only.
 
     Branches return rows, never caches: a cache that passes through a branch is copied
     (determinism.md 12, trap 5).
     """
+    if isinstance(place, int):
+        return none() if place < 0 else some[place]()
     return lax.switch(place + 1, [none, *some])
+
+
+def may_be(place: Int[Array, ""] | int, value: int) -> bool:
+    """Says whether a place can have this value: one that is data can, a known one has one value."""
+    return not isinstance(place, int) or place == value
 
 
 def scan_first(

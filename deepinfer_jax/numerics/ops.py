@@ -36,6 +36,8 @@ class Ops:
     # all rows of an operation at once, and no work skipped by a condition on data, whose results
     # would be copied.
     training: bool = False
+    # No condition or loop bound on data: see `ExecutionConfig.branches`.
+    static: bool = False
     tile: int = core.ROW_TILE  # rows of the fixed-order primitives' tiles: those of the network's
 
     # Implementations other than "xla", as in `ExecutionConfig`.
@@ -89,6 +91,12 @@ class Ops:
         kernel = self.kernel("block_scaled_matmul")
         if kernel != "xla":
             return kernels.contract_grouped(x, w, kernel)
+        return self._product("contract_grouped", x, w)
+
+    def contract_grouped_float32(
+        self, x: Float[Array, "t g i"], w: Weight
+    ) -> Float[Array, "t g o"]:
+        """Returns the same for a float32 x or a float32 weight, which have no kernel."""
         return self._product("contract_grouped", x, w)
 
     def contract_pairs(
@@ -155,6 +163,7 @@ def ops_for(execution: ExecutionConfig) -> Ops:
         fixed_order=execution.determinism == "batch",
         rounded=execution.numerics != "float32",
         training=execution.numerics == "training",
+        static=execution.branches == "static",
         tile=execution.row_tile,
         kernels=execution.kernels,
     )

@@ -17,7 +17,7 @@ from deepinfer_jax.sampling import logprobs as reported
 from deepinfer_jax.sampling import random
 from deepinfer_jax.sampling.edits import OK, Edits, edit_tile, tile_rows
 from deepinfer_jax.sampling.rows import Leaf, RowParams
-from deepinfer_jax.sampling.truncate import is_greedy, logprobs_tile
+from deepinfer_jax.sampling.truncate import NARROW, is_greedy, logprobs_tile
 from pallas_kernels import core
 
 NO_TOKEN = -1
@@ -109,10 +109,11 @@ def sample_tile(
     *,
     never_emit: Array | None = None,
     purpose: int = random.TARGET,
+    digit: int = NARROW,
 ) -> tuple[Array, Array, Array]:
     """The body of `sample` for one tile of rows: (token, status, processed log p [b, v])."""
     scores, status = edit_tile(logits, rows, edits, never_emit)
-    log_p = logprobs_tile(scores, rows)
+    log_p = logprobs_tile(scores, rows, digit)
     # log p of a greedy row is 0 at its token and -inf elsewhere, with or without noise
     token = lax.cond(
         jnp.all(is_greedy(rows.temperature)),

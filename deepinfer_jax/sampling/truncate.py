@@ -5,8 +5,8 @@ probabilities. A token stays iff rank < top_k, the mass before it <= top_p, and 
 with the masses of the full post-temperature softmax; nothing is renormalised in between.
 
 Masses are the integers floor(p * 2^31), so sums have no order and top_p = mass stays exactly. The
-kept tokens are a prefix of the order. Its last logit is found by bisection over the 32 bits of an
-ordered key, ties at it are cut by id: no sort.
+kept tokens are a prefix of the order. Its last logit is found digit by digit over the 32 bits of an
+ordered key, ties at it are cut by id: no sort. Wide digits take fewer passes that do more work.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,8 @@ from pallas_kernels import core
 
 _UNIT = np.float32(2**31)
 _NO_LIMIT = np.uint32(0xFFFFFFFF)
+#: Bits of a digit: a CPU looks for one bit a pass, a GPU, which waits for passes, for more.
+NARROW, WIDE = 1, 4
 
 
 def is_greedy(temperature: Float[Array, " b"]) -> Bool[Array, " b"]:
@@ -50,7 +52,13 @@ def scale_tile(scores: Array, temperature: Array) -> Array:
 
 
 def keep_tile(
-    scores: Array, scaled: Array, top_p: Array, top_k: Array, min_p: Array, active: Array
+    scores: Array,
+    scaled: Array,
+    top_p: Array,
+    top_k: Array,
+    min_p: Array,
+    active: Array,
+    digit: int = NARROW,
 ) -> Array:
     """Returns which tokens of a tile stay; nothing is computed if no active row truncates."""
     is_possible = scores > -jnp.inf
@@ -59,7 +67,9 @@ def keep_tile(
 
     def test() -> Array:
         p = core.softmax(scaled)
-        is_prefix = _prefix(ordered_key(scores), (p * _UNIT).astype(jnp.uint32), count, limit)
+        is_prefix = _prefix(
+            ordered_key(scores), (p * _UNIT).astype(jnp.uint32), count, limit, digit
+        )
         is_likely = p >= min_p[:, None] * jnp.max(p, axis=-1, keepdims=True)
         return is_prefix & is_likely & is_possible
 
@@ -67,34 +77,46 @@ def keep_tile(
     return lax.cond(jnp.any(needed), test, lambda: is_possible)
 
 
-def _prefix(key: Array, mass: Array, count: Array, limit: Array) -> Array:
+def _prefix(key: Array, mass: Array, count: Array, limit: Array, digit: int) -> Array:
     """Returns the longest prefix of the order with rank < count and mass before <= limit."""
 
     def stays(is_before: Array) -> Array:
-        """Whether a token stays that has exactly these before it."""
-        total = jnp.sum(jnp.where(is_before, mass, np.uint32(0)), axis=-1, dtype=jnp.uint32)
-        return (jnp.sum(is_before, axis=-1, dtype=jnp.int32) < count) & (total <= limit)
+        """Whether tokens stay that have exactly these before them: [b, n, v] -> [b, n]."""
+        masses = jnp.where(is_before, mass[:, None], np.uint32(0))
+        total = jnp.sum(masses, axis=-1, dtype=jnp.uint32)
+        rank = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
+        return (rank < count[:, None]) & (total <= limit[:, None])
 
     # the lowest key whose first token stays
-    threshold = _bisect(32, key.shape[0], lambda probe: stays(key > probe))
+    rows = key.shape[0]
+    threshold = _lowest(32, digit, rows, lambda probe: stays(key[:, None] > probe[:, :, None]))
     is_above = key > threshold
     # the first id that is cut although its key is the threshold; `token` counts down from the end
     token = np.uint32(key.shape[-1]) - jnp.arange(key.shape[-1], dtype=jnp.uint32)
     is_tie = key == threshold
     bits = key.shape[-1].bit_length()
-    last = _bisect(bits, key.shape[0], lambda probe: stays(is_above | is_tie & (token > probe)))
+    above, tie = is_above[:, None], is_tie[:, None]
+    last = _lowest(
+        bits, digit, rows, lambda probe: stays(above | tie & (token > probe[:, :, None]))
+    )
     return (is_above | is_tie & (token >= last)) & (count > 0)[:, None]
 
 
-def _bisect(bits: int, rows: int, is_enough: Callable[[Array], Array]) -> Array:
-    """Returns the lowest uint32 [rows, 1] at which a monotone test of each row holds."""
+def _lowest(bits: int, digit: int, rows: int, is_enough: Callable[[Array], Array]) -> Array:
+    """Returns the lowest uint32 [rows, 1] at which a monotone test of each row holds.
+
+    is_enough: candidates [rows, n] -> bool [rows, n]. digit: bits found at once, which divide 32.
+    """
+    steps = -(-bits // digit)
+    digits = jnp.arange(1, 2**digit, dtype=jnp.uint32)
 
     def step(number: int | Array, lower: Array) -> Array:
-        bit = jnp.uint32(1) << (np.uint32(bits - 1) - jnp.asarray(number, jnp.uint32))
-        is_low = is_enough(lower + (bit - np.uint32(1)))
-        return jnp.where(is_low[:, None], lower, lower + bit)
+        shift = np.uint32(digit) * (np.uint32(steps - 1) - jnp.asarray(number, jnp.uint32))
+        is_low = is_enough(lower + (digits << shift) - np.uint32(1))
+        found = jnp.sum(~is_low, axis=-1, keepdims=True, dtype=jnp.uint32)
+        return lower + (found << shift)
 
-    return lax.fori_loop(0, bits, step, jnp.zeros((rows, 1), jnp.uint32))
+    return lax.fori_loop(0, steps, step, jnp.zeros((rows, 1), jnp.uint32))
 
 
 def truncation_mask(
@@ -121,11 +143,11 @@ def truncation_mask(
     return core.map_row_tiles(body, scores, temperature, top_p, top_k, min_p)
 
 
-def _survivors(scores: Array, rows: RowParams) -> tuple[Array, Array]:
+def _survivors(scores: Array, rows: RowParams, digit: int = NARROW) -> tuple[Array, Array]:
     """Returns (scaled scores with -inf at removed tokens, whether a row is greedy) of a tile."""
     scaled = scale_tile(scores, rows.temperature)
     greedy = is_greedy(rows.temperature)
-    kept = keep_tile(scores, scaled, rows.top_p, rows.top_k, rows.min_p, ~greedy)
+    kept = keep_tile(scores, scaled, rows.top_p, rows.top_k, rows.min_p, ~greedy, digit)
     return jnp.where(kept, scaled, -jnp.inf), greedy
 
 
@@ -137,13 +159,14 @@ def _with_greedy(scores: Array, greedy: Array, values: Array, one: float, zero: 
     return jnp.where(greedy[:, None], single, values)
 
 
-def logprobs_tile(scores: Array, rows: RowParams) -> Array:
+def logprobs_tile(scores: Array, rows: RowParams, digit: int = NARROW) -> Array:
     """The body of `processed_logprobs` for one tile of rows."""
     greedy = is_greedy(rows.temperature)
     single = _with_greedy(scores, greedy, jnp.zeros_like(scores), 0.0, -np.inf)
 
     def sampled() -> Array:
-        return jnp.where(greedy[:, None], single, core.log_softmax(_survivors(scores, rows)[0]))
+        kept, _ = _survivors(scores, rows, digit)
+        return jnp.where(greedy[:, None], single, core.log_softmax(kept))
 
     return lax.cond(jnp.all(greedy), lambda: single, sampled)
 

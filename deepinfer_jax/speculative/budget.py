@@ -33,18 +33,20 @@ def complete_survival(
     survival: Float[np.ndarray, "r n"],
     is_known: Bool[np.ndarray, " r"],
     drafts: Int[np.ndarray, " r"],
+    usual: Float[np.ndarray, " n"],
 ) -> Float[np.ndarray, "r n"]:
     """Returns survivals in which nothing is missing (engine.md 3.6).
 
-    A draft whose survival is not known yet counts as certain, so that it is verified and known
-    next time; a place without a draft, and a NaN, count 0.
+    A draft whose survival is not known yet has the usual one of its place; a place without a draft,
+    and a NaN, count 0.
 
     Args:
         survival: of the drafts of each sequence, from two rounds ago.
         is_known: the sequence had a round then.
         drafts: how many drafts each sequence has to verify in this step, 0 to n.
+        usual: survivals of rounds before these.
     """
-    filled = np.where(is_known[:, None], np.where(np.isnan(survival), 0, survival), 1)
+    filled = np.where(is_known[:, None], np.where(np.isnan(survival), 0, survival), usual)
     exists = np.arange(survival.shape[1]) < drafts[:, None]
     return np.where(exists, filled, 0).astype(survival.dtype)
 

@@ -15,6 +15,9 @@ from deepinfer_jax.numerics.ops import Ops
 
 KeyList = tuple[Float[Array, "t _ c"], Bool[Array, "t _"]]  # keys, which of them are valid
 
+#: Running maximum and denominator [t, h], and weighted values [t, h, c].
+Fold = tuple[Array, Array, Array]
+
 BLOCK = 64
 _LOWEST = -1e30  # start of the running maximum; finite, so that an empty row stays free of NaN
 
@@ -62,6 +65,14 @@ def attend_blocks(
     """
     rows, heads, dim = q.shape
     scale = dim**-0.5
+    masks = valid.reshape(rows, -1, BLOCK).swapaxes(0, 1)
+    start = (
+        jnp.full((rows, heads), _LOWEST),
+        jnp.zeros((rows, heads)),
+        jnp.zeros((rows, heads, dim)),
+    )
+    if ops.static:
+        return _finish(_fold_at_once(ops, q, blocks, masks, read, start), sink)
 
     def fold(carry: tuple, block: tuple) -> tuple[tuple, None]:
         listed, mask = block
@@ -83,13 +94,43 @@ def attend_blocks(
         # A block of only -1 ranks changes nothing, so skipping it changes no bit.
         return lax.cond(mask.any(), visit, lambda c: c, carry), None
 
-    start = (
-        jnp.full((rows, heads), _LOWEST),
-        jnp.zeros((rows, heads)),
-        jnp.zeros((rows, heads, dim)),
-    )
-    masks = valid.reshape(rows, -1, BLOCK).swapaxes(0, 1)
-    (maximum, denominator, total), _ = lax.scan(fold, start, (blocks, masks))
+    return _finish(lax.scan(fold, start, (blocks, masks))[0], sink)
+
+
+def _fold_at_once(
+    ops: Ops,
+    q: Float[Array, "t h c"],
+    blocks: Shaped[Array, "n ..."],
+    masks: Bool[Array, "n t 64"],
+    read: Callable[[Array, Array], Array],
+    start: Fold,
+) -> Fold:
+    """Returns the fold over all blocks with the same roundings, its products formed at once."""
+    rows, heads, dim = q.shape
+    count = blocks.shape[0]
+    keys = jnp.stack([read(blocks[n], masks[n]) for n in range(count)], axis=1)  # [t, n, 64, c]
+    scores = ops.contract_pairs(q, keys.reshape(rows, -1, dim)) * dim**-0.5
+    visible = masks.swapaxes(0, 1).reshape(rows, 1, -1)
+    scores = jnp.where(visible, scores, -jnp.inf).reshape(rows, heads, count, BLOCK)
+    maximum, denominator, total = start
+    highest, raised = scores.max(axis=-1), [maximum]
+    for n in range(count):
+        raised.append(jnp.maximum(raised[-1], highest[:, :, n]))
+    weight = jnp.exp(scores - jnp.stack(raised[1:], axis=2)[..., None])
+    rounded = ops.bf16(weight).swapaxes(1, 2).reshape(-1, heads, BLOCK)
+    values = ops.contract_values(rounded, keys.reshape(-1, BLOCK, dim))
+    values = values.reshape(rows, count, heads, dim)
+    sums = ops.tree_sum(weight)
+    for n in range(count):
+        shrink = jnp.exp(raised[n] - raised[n + 1])
+        denominator = denominator * shrink + sums[:, :, n]
+        total = total * shrink[:, :, None] + values[:, n]
+    return raised[-1], denominator, total
+
+
+def _finish(folded: Fold, sink: Float[Array, " h"]) -> Float[Array, "t h c"]:
+    """Returns the weighted mean of the values; the sink joins the denominator."""
+    maximum, denominator, total = folded
     final = jnp.maximum(maximum, sink)
     shrink = jnp.exp(maximum - final)
     denominator = denominator * shrink + jnp.exp(sink - final)

@@ -15,6 +15,7 @@ from deepinfer_jax.numerics.ops import Ops
 from pallas_kernels import core
 
 KEY_BLOCK = 64  # keys scored at once; scores of different keys never meet, so it is free of bits
+STATIC_KEYS = 2**21  # keys of all rows scored at once where all of them are scored anyhow
 
 
 def index_query(
@@ -98,20 +99,27 @@ def score_all(
 ) -> Float[Array, "t s"]:
     """Returns scores [t, capacity] of compressed indices below the longest row; -inf above it.
 
-    read_keys: index [t, KEY_BLOCK] -> keys. Selection is not differentiable, so neither is this.
+    read_keys: index [t, block] -> keys. Selection is not differentiable, so neither is this. If no
+    loop bound may be data, all of the capacity is scored, in blocks as large as memory allows.
     """
     query, weight = lax.stop_gradient((query, weight))
-    blocks = -(-capacity // KEY_BLOCK)
+    size = KEY_BLOCK
+    if ops.static:
+        size = max(size, min(STATIC_KEYS // query.shape[0], capacity))
+    blocks = -(-capacity // size)
 
     def visit(block: Int[Array, ""] | int, scores: Float[Array, "t s"]) -> Float[Array, "t s"]:
-        index = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
-        index = jnp.broadcast_to(jnp.minimum(index, capacity - 1), (query.shape[0], KEY_BLOCK))
+        index = block * size + jnp.arange(size, dtype=jnp.int32)
+        index = jnp.broadcast_to(jnp.minimum(index, capacity - 1), (query.shape[0], size))
         keys = lax.stop_gradient(read_keys(index))
         found = score_block(ops, config, query, weight, keys)
-        return lax.dynamic_update_slice(scores, found, (0, block * KEY_BLOCK))
+        return lax.dynamic_update_slice(scores, found, (0, block * size))
 
-    start = jnp.full((query.shape[0], blocks * KEY_BLOCK), -jnp.inf)
-    used = -(-length.max() // KEY_BLOCK)
+    start = jnp.full((query.shape[0], blocks * size), -jnp.inf)
+    if ops.static:
+        scores = visit(0, start) if blocks == 1 else lax.fori_loop(0, blocks, visit, start)
+        return scores[:, :capacity]
+    used = -(-length.max() // size)
     return lax.fori_loop(0, used, visit, start)[:, :capacity]
 
 

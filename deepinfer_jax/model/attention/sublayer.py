@@ -21,7 +21,7 @@ from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.params import CompressorParams, LayerParams, Params
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
 from deepinfer_jax.model.state import CacheState, may_close, read_pages, write_pages
-from deepinfer_jax.model.tile import Role, Rows, Selection, branch
+from deepinfer_jax.model.tile import Role, Rows, Selection, branch, may_be
 from deepinfer_jax.numerics.ops import Ops
 
 Published = tuple[Float[Array, "t c"], Float[Array, "t i"]]  # compressed rows, index keys
@@ -117,7 +117,7 @@ def _write_tails(
 ) -> CacheState:
     tails = list(state.comp_tail)
     for group, leaf in enumerate(tails):
-        if leaf is not None:
+        if leaf is not None and may_be(role.owner, group):
             slot = jnp.where(tile.valid & (role.owner == group), tile.slot, leaf.shape[1])
             ring = tile.position % leaf.shape[2]
             tails[group] = leaf.at[role.source, slot, ring].set(tail, mode="drop")
@@ -132,6 +132,8 @@ def _write_published(
     data, scale = rows.encode_index(config, published[1])
     main, keys, scales = list(state.main), list(state.index_data), list(state.index_scale)
     for group, ratio in enumerate(source_ratios(config)):
+        if not may_be(role.owner, group):
+            continue
         closes = may_close(state, tile.slot, tile.position, ratio)
         allowed = tile.valid & (role.owner == group) & closes
         address = (state, role.source, tile.slot, tile.position // ratio)
@@ -188,10 +190,9 @@ def _select(
 
         return run
 
-    group = jnp.where(role.index >= 0, role.group, -1)
     searches = [search(g, ratio) for g, ratio in enumerate(source_ratios(config))]
     # A recomputing backward pass keeps what bears this name instead of sorting again.
-    return checkpoint_name(branch(group, lambda: selection, searches), "selection")
+    return checkpoint_name(branch(role.search, lambda: selection, searches), "selection")
 
 
 def index_loss(
@@ -234,9 +235,8 @@ def index_loss(
 
         return run
 
-    group = jnp.where(role.index >= 0, role.group, -1)
     measures = [measure(g) for g in range(len(state.main))]
-    return branch(group, lambda: jnp.zeros(topk.shape[:1], jnp.float32), measures)
+    return branch(role.search, lambda: jnp.zeros(topk.shape[:1], jnp.float32), measures)
 
 
 def _attend_whole(
@@ -277,9 +277,14 @@ def _index_keys(
 
 def _key_lists(
     config: ModelConfig, role: Role, state: CacheState, tile: Rows, topk: Int[Array, "t k"]
-) -> tuple[core.KeyList, core.KeyList]:
-    """Returns window ranks and selected ranks, which are listed in this order (model.md 3.6)."""
+) -> list[core.KeyList]:
+    """Returns window ranks and selected ranks, which are listed in this order (model.md 3.6).
+
+    A layer that is known to select nothing has no selected ranks.
+    """
     window = read_window(config, state, role.layer, tile.slot, tile.position)
+    if isinstance(role.group, int) and role.group < 0:
+        return [window]
 
     def selected(group: int) -> Callable[[], Array]:
         return lambda: rows.decode_main(
@@ -292,7 +297,7 @@ def _key_lists(
         lambda: jnp.zeros(shape, jnp.float32),
         [selected(group) for group in range(len(state.main))],
     )
-    return window, (chosen, (topk >= 0) & (role.group >= 0))
+    return [window, (chosen, (topk >= 0) & (role.group >= 0))]
 
 
 def empty_selection(config: ModelConfig, state: CacheState, count: int) -> Selection:

@@ -120,6 +120,19 @@ def test_what_a_schedule_may_know():
         assert rows == wanted * 8
 
 
+def test_what_is_not_known_yet_is_what_usually_survives():
+    fresh = [sequence() for _ in range(8)]
+    policy = scheduled()
+    assert totals(policy, [], fresh)[1] == (8 * SIZE, True)  # nothing was known before
+    totals(policy, [sequence(BAD) for _ in range(8)])
+    found = [step for step in totals(policy, *[fresh] * 20) if step[1]]
+    assert found
+    assert {rows for rows, _ in found} == {0}
+    policy = scheduled()
+    totals(policy, [], [sequence(GOOD)])
+    assert totals(policy, fresh)[0][0] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

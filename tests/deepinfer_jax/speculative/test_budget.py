@@ -201,11 +201,12 @@ def test_drafting_pays_only_for_its_own_seconds():
 def test_missing_survivals():
     survival = np.asarray([[0.9, 0.8], [0.3, 0.2], [np.nan, 0.4], [0.7, 0.6]], np.float32)
     known = np.asarray([True, False, True, True])
-    found = complete_survival(survival, known, np.asarray([2, 2, 2, 1]))
-    wanted = np.asarray([[0.9, 0.8], [1, 1], [0, 0.4], [0.7, 0]], np.float32)
+    usual = np.asarray([1, 0.5], np.float32)
+    found = complete_survival(survival, known, np.asarray([2, 2, 2, 1]), usual)
+    wanted = np.asarray([[0.9, 0.8], [1, 0.5], [0, 0.4], [0.7, 0]], np.float32)
     np.testing.assert_array_equal(found, wanted)
     assert found.dtype == np.float32
-    fresh = complete_survival(survival, known, np.asarray([0, 0, 0, 0]))
+    fresh = complete_survival(survival, known, np.asarray([0, 0, 0, 0]), usual)
     np.testing.assert_array_equal(fresh, np.zeros((4, 2), np.float32))
 
 

@@ -1,0 +1,166 @@
+"""The step's form for a GPU: no condition or loop bound on data, and the values of the other form.
+
+A GPU waits for the host at every condition and at every loop whose length is data; the form for it
+has neither (`ExecutionConfig.branches`). Both forms run here, at level "run".
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deepinfer_jax as di
+from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.program import run_step
+from deepinfer_jax.model.attention import core as attention
+from deepinfer_jax.model.registry import single_sequence
+from deepinfer_jax.model.step import sequence_plan, step
+from deepinfer_jax.numerics.ops import ops_for
+from tests.e2e.lab import BASE, model
+
+pytestmark = pytest.mark.accept(5)
+RUNTIME = replace(BASE, check=False, max_seqs=3)
+WORDS = np.random.default_rng(3).integers(3, 500, 40).tolist()
+
+
+@cache
+def loaded(branches, numerics):
+    found = model(numerics)
+    execution = replace(found.config.execution, determinism="run", branches=branches)
+    return replace(found, config=replace(found.config, execution=execution))
+
+
+def make_engine(branches, *, drafting, numerics="float32"):
+    return Engine(loaded(branches, numerics), replace(RUNTIME, drafting=drafting))
+
+
+def control_flow(branches, *, drafting):
+    """Returns how often the largest step branches, loops on data, and loops a known time."""
+    engine = make_engine(branches, drafting=drafting)
+    device, layout = engine._device, engine.scheduler.limits.layouts[-1]
+    program = run_step.trace(
+        device._params,
+        device._leaves,
+        jax.ShapeDtypeStruct((layout.size,), np.int32),
+        trees=device._trees,
+        config=device.config,
+        layout=layout,
+        alternatives=device.alternatives,
+        drafting=device.drafting,
+        hashes=False,
+    )
+    found = Counter()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            found[equation.primitive.name] += 1
+            for value in jax.tree.leaves(
+                equation.params, is_leaf=lambda one: hasattr(one, "eqns") or hasattr(one, "jaxpr")
+            ):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(program.jaxpr.jaxpr)
+    return found
+
+
+def test_the_step_for_a_gpu_has_no_condition_and_no_loop_of_unknown_length():
+    found = control_flow("static", drafting=False)
+    assert found["cond"] == found["while"] == 0
+    assert found["dot_general"] > 100  # the walk has seen the layers
+
+
+def test_whether_drafts_are_made_is_the_only_condition_with_drafts():
+    found = control_flow("static", drafting=True)
+    assert (found["cond"], found["while"]) == (1, 0)
+
+
+def test_the_other_form_branches():
+    found = control_flow("data", drafting=True)
+    assert found["cond"] > 10
+    assert found["while"] > 1
+
+
+# Other sums can tip a rounding to FP8 or FP4 or a near tie, and with it rows that read its row.
+@pytest.mark.parametrize(
+    ("numerics", "close", "tipped"), [("float32", 2e-5, 0), ("checkpoint", 3e-2, 4)]
+)
+def test_hidden_rows_are_those_of_the_other_form(numerics, close, tipped):
+    found = {}
+    for branches in ("data", "static"):
+        this = loaded(branches, numerics)
+        plan = sequence_plan(jnp.asarray(WORDS, jnp.int32), 8)
+
+        @jax.jit
+        def forward(params, plan, config=this.config):
+            state = single_sequence(config, 128, row_tile=plan.ids.shape[0], block_tokens=16)
+            return step(params, config, state, plan, drafting=True, collect=("x_out", "topk"))
+
+        found[branches] = forward(this.params, plan)
+    (state, hidden, seen), (other, expected, wanted) = found["static"], found["data"]
+    count = len(WORDS)
+    is_close = np.isclose(hidden[:count], expected[:count], rtol=close, atol=close).all(axis=1)
+    for name in ("x_out", "topk"):
+        same = np.isclose(seen[name], wanted[name], rtol=close, atol=close)
+        is_close &= same[:, :count].all(axis=(0, *range(2, same.ndim)))
+    assert (~is_close).sum() <= tipped
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    np.testing.assert_array_equal(state.engram_ids, other.engram_ids)
+
+
+REQUESTS = (
+    di.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    di.SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True, top_p=0.8, top_k=9),
+    di.SamplingParams(
+        temperature=0.7, seed=8, max_tokens=12, ignore_eos=True, logit_bias={5: 2.0}, min_p=0.01
+    ),
+)
+
+
+def test_tokens_with_drafts_are_those_of_the_other_form():
+    outputs = {}
+    for branches in ("data", "static"):
+        engine = make_engine(branches, drafting=True)
+        requests = [engine.submit(WORDS[: 9 + n], params) for n, params in enumerate(REQUESTS)]
+        engine.drain()
+        outputs[branches] = [request.output() for request in requests]
+    for found, wanted in zip(outputs["static"], outputs["data"], strict=True):
+        assert found.token_ids == wanted.token_ids
+        assert found.finish_reason == wanted.finish_reason
+    (found, *_), (wanted, *_) = outputs["static"], outputs["data"]
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
+    for one, other in zip(found.top_logprobs, wanted.top_logprobs, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+    known = [place for place, one in enumerate(wanted.prompt_logprobs) if one is not None]
+    np.testing.assert_allclose(
+        [found.prompt_logprobs[place] for place in known],
+        [wanted.prompt_logprobs[place] for place in known],
+        atol=1e-4,
+    )
+
+
+def test_attention_over_all_blocks_at_once_is_the_fold_over_them():
+    rows, heads, dim, ranks = 5, 3, 16, 130
+    draw = np.random.default_rng(1)
+    q = jnp.asarray(draw.normal(size=(rows, heads, dim)) * 3, jnp.float32)
+    keys = jnp.asarray(draw.normal(size=(rows, ranks, dim)), jnp.float32)
+    valid = draw.random((rows, ranks)) < 0.5
+    valid[0], valid[1, 64:128], valid[2, :64] = False, False, False
+    sink = jnp.asarray(draw.normal(size=heads), jnp.float32)
+    found = [
+        attention.attend(
+            ops_for(loaded(branches, "checkpoint").config.execution),
+            q,
+            keys,
+            jnp.asarray(valid),
+            sink,
+        )
+        for branches in ("data", "static")
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+    assert not np.asarray(found[1][0]).any()
