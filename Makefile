@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-newest test-gpu-compile test-ascend accept clean
+.PHONY: help setup demo lint test test-newest test-gpu-compile ascend test-ascend accept clean
 
 VENV ?= .venv
 JAX_PIN ?= jax==0.11.2
@@ -18,6 +18,7 @@ help:
 	@echo "make test               lint, then the fast tests"
 	@echo "make test-newest        the invariance and sharding tests on the newest supported jax"
 	@echo "make test-gpu-compile   GPU kernels compiled without a device"
+	@echo "make ascend             the Ascend bridge, built into native_ascend/lib (g++, cmake)"
 	@echo "make test-ascend        the Ascend bridge against its simulator"
 	@echo "make accept ISSUE=n     the full acceptance set of one issue, into benchmarks/results"
 
@@ -43,9 +44,11 @@ test-newest:
 test-gpu-compile:
 	@tools/test_gpu_compile.sh
 
-test-ascend:
-	@tools/lane.sh test-ascend "native_ascend/ops/*.py" \
-		"native_ascend has no operator yet, so there is nothing to build or simulate"
+ascend: setup
+	@tools/build_ascend.sh $(VENV)
+
+test-ascend: setup
+	@tools/test_ascend.sh $(VENV)
 
 accept: setup
 	@VENV=$(VENV) WORKERS=$(WORKERS) tools/accept.sh "$(ISSUE)"

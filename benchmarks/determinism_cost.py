@@ -70,16 +70,17 @@ def settings(platform: str, tiles: list[int], graphs: bool) -> list[Setting]:
 class Bench:
     """One level in a child process: model, engine and compiled operations."""
 
-    def __init__(self, level: str, source: str, counts: tuple[int, ...]) -> None:
+    def __init__(self, level: str, source: str, kernels: str, counts: tuple[int, ...]) -> None:
         """Compiles everything."""
         from benchmarks.determinism_ops import prepare
+        from benchmarks.invariance_gpu import kernels_of
         from deepinfer_jax.config.runtime import RuntimeConfig
         from deepinfer_jax.engine.engine import Engine
         from deepinfer_jax.loading import load
 
         begin = time.perf_counter()
         self.name, _, tile = level.partition(":")
-        self.model = load(source, determinism=self.name, kernels="xla")
+        self.model = load(source, determinism=self.name, kernels=kernels_of(kernels))
         if tile:
             execution = replace(self.model.config.execution, row_tile=int(tile))
             config = replace(self.model.config, execution=execution)
@@ -152,7 +153,8 @@ def child(given: argparse.Namespace) -> None:
 
     folder, name = Path(given.folder), given.child
     counts = tuple(int(one) for one in given.op_rows.split(",") if one)
-    benches = [Bench(level, given.model, counts) for level in given.levels.split(",")]
+    levels = given.levels.split(",")
+    benches = [Bench(level, given.model, given.kernels, counts) for level in levels]
     common = {
         "benchmark": "determinism_cost",
         "device": jax.devices()[0].device_kind,
@@ -161,6 +163,7 @@ def child(given: argparse.Namespace) -> None:
         "model": Path(given.model).name,
         "process": name,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "kernels": given.kernels,
     }
 
     def say(bench: Bench, point: str, figures: dict[str, Any]) -> None:
@@ -286,9 +289,11 @@ def parent(given: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         folder, running = Path(scratch), []
         for one in settings(given.platform, given.row_tiles, bool(given.graphs)):
+            if given.only and one.name not in given.only:
+                continue
             flags = f"{os.environ.get('XLA_FLAGS', '')} {one.flags}".strip()
             command = [*module, "--child", one.name, "--levels", ",".join(one.levels)]
-            command += ["--folder", scratch, "--model", given.model]
+            command += ["--folder", scratch, "--model", given.model, "--kernels", given.kernels]
             command += ["--op-rows", given.op_rows if one.ops else ""]
             environment = os.environ | {
                 "XLA_FLAGS": flags,
@@ -320,10 +325,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints all lines."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="nano")
+    parser.add_argument("--kernels", default="xla", help="of every level: NAME or OP=NAME,OP=NAME")
     parser.add_argument(
         "--row-tiles", type=int, nargs="+", default=[64, 512, 2048], help="GPU only"
     )
     parser.add_argument("--op-rows", default="64,2048", help="rows of the operations, with commas")
+    parser.add_argument("--only", nargs="+", help="names of processes: the others are left out")
     parser.add_argument("--graphs", type=int, default=1, help="GPU only: 0 leaves them out")
     parser.add_argument("--seconds", type=float, default=190.0, help="processes are ended then")
     parser.add_argument("--json", type=Path, help="also append the lines to this file")

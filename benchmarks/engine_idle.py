@@ -220,6 +220,7 @@ def main() -> None:
         drafting=False,
     )
     engine = Engine(model, runtime)
+    engine.warm_up()  # side by side: on a GPU a program takes a minute
     for count in given.requests:
         with tempfile.TemporaryDirectory() as scratch:
             folder = (given.trace or Path(scratch)) / f"{count}_requests"

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         DeepInferError,
+        GrammarError,
         InputError,
         KernelSelectionError,
         TokenizerError,
     )
+    from deepinfer_jax.grammar.spec import Grammar
     from deepinfer_jax.invariance.report import Report
     from deepinfer_jax.invariance.runner import verify_invariance
     from deepinfer_jax.llm import LLM
@@ -63,10 +65,12 @@ _NAMES = {
         "CheckpointError",
         "ConfigError",
         "DeepInferError",
+        "GrammarError",
         "InputError",
         "KernelSelectionError",
         "TokenizerError",
     ),
+    "grammar.spec": ("Grammar",),
     "invariance.report": ("Report",),
     "invariance.runner": ("verify_invariance",),
     "llm": ("LLM",),
@@ -95,6 +99,8 @@ __all__ = [
     "DraftOutput",
     "Engine",
     "ExecutionConfig",
+    "Grammar",
+    "GrammarError",
     "InputError",
     "KernelSelectionError",
     "Model",

@@ -4,10 +4,10 @@ D0 run to run, D1 whatever else is in the batch, D2 however a prompt is cut into
 is cached, D4 with drafts as without, D5 on every mesh. Portability to another device or another
 version of the compiler (D6) is never promised.
 
-On a GPU the same program runs as on a CPU: fixed-shape tiles, every sum in a fixed order. That this
-gives equal bits there is a measurement, not a theorem (determinism.md 8): per kind of device, made
-by `benchmarks.invariance_gpu` and entered in `PROVEN_GPUS`. On other kinds the level runs, and the
-report says that nothing is proven.
+On a CPU the network runs in a loop over tiles of rows, on a GPU its products do; every sum has a
+fixed order on both. That this gives equal bits is on a GPU a measurement, not a theorem
+(determinism.md 8): per kind of device, made by `benchmarks.invariance_gpu` and entered in
+`PROVEN_GPUS`. On other kinds the level runs, and the report says that nothing is proven.
 """
 
 import os
@@ -23,13 +23,12 @@ PROMISES = ("D0", "D1", "D2", "D3", "D4", "D5")
 #: Promise -> (whether it is held, the reason).
 Report = dict[str, tuple[bool, str]]
 GPU_PLATFORMS = ("gpu", "cuda")
-#: Kind of GPU -> the measurement that shows D0 to D4 there.
-PROVEN_GPUS: Mapping[str, str] = {
-    "NVIDIA H200": "benchmarks/results/invariance_h200_2026-11-30.jsonl",
-}
-#: Rows of the network's tiles at "batch": part of the arithmetic, one height for all programs of a
-#: device. A GPU waits for launches and loop conditions rather than for rows, so tiles are tall.
-ROW_TILES = {"cpu": 8, "gpu": 64}
+#: Kind of GPU -> the measurement that shows D0 to D4 there. None yet in the present form: that of
+#: the H200, benchmarks/results/invariance_h200_2026-11-30.jsonl, is of the network in tiles.
+PROVEN_GPUS: Mapping[str, str] = {}
+#: Rows of the network's tiles at "batch", on a GPU of the blocks of its products: part of the
+#: arithmetic, one height for all programs of a device.
+ROW_TILES = {"cpu": 8, "gpu": 256}
 
 
 @runtime_checkable
@@ -135,7 +134,7 @@ def _designed(
         "D2": (True, _chunks(runtime)),
         "D3": _cache(runtime),
         "D4": _drafts(runtime, has_drafts),
-        "D5": (False, "runs on one device only so far: there is no mesh to compare with"),
+        "D5": (True, "devices of a mesh exchange rows, and add no floats of each other"),
     }
 
 
@@ -215,8 +214,9 @@ def _batch_fault(platform: str, xla_flags: str) -> str | None:
 
 def _arithmetic(execution: ExecutionConfig) -> str:
     kernels = ", ".join("=".join(pair) for pair in execution.kernels) or "xla"
+    unit = "row is" if execution.is_tiled else "product is"
     return (
-        f"every row is computed in tiles of {execution.row_tile} rows, each sum in a fixed order "
+        f"every {unit} computed in tiles of {execution.row_tile} rows, each sum in a fixed order "
         f"(numerics {execution.numerics}, kernels {kernels})"
     )
 

@@ -26,6 +26,10 @@ class InputError(DeepInferError, ValueError):
     """A prompt, token id or request parameter outside its documented range."""
 
 
+class GrammarError(InputError):
+    """A grammar that is malformed, too large, or asks for what cannot be enforced."""
+
+
 class KernelSelectionError(DeepInferError, KernelUnsupported):
     """A kernel implementation that was named but does not exist or cannot run here."""
 

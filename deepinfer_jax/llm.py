@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from deepinfer_jax.chat.encode import ChatEncoder
 from deepinfer_jax.chat.messages import Messages
 from deepinfer_jax.chat.parse import ChatDelta
 from deepinfer_jax.chat.session import ChatOutput, Conversations, chat, stream_chat
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.lockstep import FollowingDevice
 from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.engine.stats import EngineStats
@@ -181,12 +184,29 @@ class LLM:
         self.engine.replace_params(params)
         self.model = self.engine.model
 
+    def follow(self) -> None:
+        """Runs what the first process of a job does with its own `LLM`, until that is closed.
+
+        For all other processes, with the same model, mesh and runtime: they take no requests.
+
+        Raises:
+            InputError: this is the first process, or the only one.
+        """
+        device = Engine(self.model, self.runtime).device
+        if not isinstance(device, FollowingDevice):
+            raise InputError(
+                "follow is for the processes of a job other than the first; this is process "
+                f"{jax.process_index()} of {jax.process_count()}"
+            )
+        device.follow()
+
     def close(self) -> None:
         """Aborts what runs and frees the engine's memory; the next call makes a new engine."""
         engine = self.__dict__.pop("engine", None)
         if engine is not None:
             engine.abort_all()
             engine.drain()
+            engine.device.close()
 
     def __enter__(self) -> "LLM":
         """Returns itself; `close` is called at the end."""

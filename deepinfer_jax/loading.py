@@ -3,10 +3,12 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
+from jax.sharding import Mesh
 
 from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
@@ -28,10 +30,14 @@ from deepinfer_jax.errors import (
 )
 from deepinfer_jax.model.engram.vocabulary import build_token_map
 from deepinfer_jax.model.kernel_layout import for_kernels
+from deepinfer_jax.model.on_mesh import padding_of, placement_on, settle
+from deepinfer_jax.model.placement import check_mesh
 from deepinfer_jax.model.registry import AnyParams
-from deepinfer_jax.numerics.selection import choose_kernels
+from deepinfer_jax.numerics.selection import attention_widths, choose_kernels
 from deepinfer_jax.speculative.calibration import read_temperatures
 from deepinfer_jax.speculative.pairing import check_target
+from sharding.errors import ShardingError
+from sharding.mesh import build_mesh, mesh_sizes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -77,7 +83,9 @@ def load(
         numerics: "checkpoint" (every rounding point of the released code) or "float32" (weights
             dequantised, nothing else rounded).
         determinism: "batch", "run" or "off" (determinism.md 1).
-        mesh: Only None (one device) so far.
+        mesh: None (one device), a `jax.sharding.Mesh` with the axes er, dp, cp and tp, or a dict of
+            their sizes (a missing one is 1): er copies of the experts, dp attention replicas, cp
+            devices that share the rows of a replica; experts are split over dp * cp.
         kernels: None (per op the best kernel that is verified on this kind of device, else XLA),
             "xla", "pallas" (a verified kernel for every op of `pallas_kernels.COVERED`, or it
             raises), "pallas_interpret" (the same bodies interpreted on a CPU: for tests), or a
@@ -93,12 +101,14 @@ def load(
         CheckpointError: Files are absent, damaged or do not match the config.
         TokenizerError: The tokenizer does not belong to the config.
     """
-    _check_options(numerics, determinism, mesh, tp_chunks)
+    _check_options(numerics, determinism, tp_chunks)
     execution = ExecutionConfig(
         numerics=cast(NumericsMode, numerics),
         determinism=cast(DeterminismLevel, determinism),
         row_tile=row_tile(determinism),
     )
+    grid = None if mesh is None else _mesh(mesh)
+    execution = replace(execution, mesh=grid)
     require_level(execution)
     folder = resolve_folder(source)
     if seed is not None:
@@ -117,6 +127,7 @@ def load(
         numerics=numerics,
         scale_block=config.dense_block_size,
         device_kind=jax.devices()[0].device_kind,
+        widths=attention_widths(config),
     )
     tokenizer = read_tokenizer(folder)
     token_map = None
@@ -128,10 +139,15 @@ def load(
             )
         token_map = build_token_map(tokenizer, config.engram, config.vocab_size)
     read = load_converted if is_converted(folder) else load_params
+    if grid is not None:
+        check_mesh(config, mesh_sizes(grid))
+        read = partial(read, placement=placement_on(grid))
+        if not is_converted(folder):
+            read = partial(read, padding=padding_of(mesh_sizes(grid)))
     params = read(folder, config, progress=progress, engram=engram)
     if numerics == "float32" and fits_expanded(config):
         params = expand_float32(params)
-    execution = replace(execution, kernels=chosen, branches=_branches(config, determinism))
+    execution = replace(execution, kernels=chosen, branches=_branches(config))
     params = for_kernels(params, execution)
     if token_map is not None:
         params = replace(params, engram=replace(params.engram, token_map=token_map))
@@ -139,6 +155,8 @@ def load(
     if config.draft is not None:
         check_target(folder, params, config)
         fitted = read_temperatures(folder, params, config)
+    if grid is not None:
+        params = settle(params, config, grid)
     return Model(
         config=replace(config, execution=execution),
         params=params,
@@ -199,7 +217,6 @@ def read_tokenizer(folder: Path) -> "Tokenizer | None":
 def _check_options(
     numerics: str,
     determinism: str,
-    mesh: Any,
     tp_chunks: int | None,
 ) -> None:
     for name, value, legal in (
@@ -208,20 +225,26 @@ def _check_options(
     ):
         if value not in legal:
             raise ConfigError(f"{name} must be one of {legal}, got {value!r}")
-    if mesh is not None:
-        raise ConfigError(f"mesh must be None (one device) so far, got {mesh!r}")
     if tp_chunks is not None:
         raise ConfigError(f"tp_chunks must be None without tensor parallelism, got {tp_chunks!r}")
 
 
-def _branches(config: ModelConfig, determinism: str) -> Branches:
-    """Returns how the programs branch on this platform: see `ExecutionConfig.branches`.
+def _mesh(mesh: Any) -> Mesh:
+    """Returns the device mesh of a mesh or of a dict of sizes.
 
-    Level "batch" loops over tiles whatever the platform; DeepSeek-V4 has one form.
+    Raises:
+        ConfigError: other axes or sizes, or more devices than there are.
     """
+    try:
+        return build_mesh(mesh)
+    except ShardingError as error:
+        raise ConfigError(f"mesh: {error}") from error
+
+
+def _branches(config: ModelConfig) -> Branches:
+    """Returns how the programs branch here: see `ExecutionConfig.branches`. V4 has one form."""
     on_gpu = jax.default_backend() in GPU_PLATFORMS
-    is_free = determinism != "batch" and config.model_type == "deepseek_v41"
-    return "static" if on_gpu and is_free else "data"
+    return "static" if on_gpu and config.model_type == "deepseek_v41" else "data"
 
 
 def fits_expanded(config: ModelConfig) -> bool:

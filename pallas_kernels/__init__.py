@@ -6,6 +6,14 @@ first runs.
 
 from pallas_kernels.dispatch import SWITCHES, report, resolve
 from pallas_kernels.errors import KernelError, KernelUnsupported
-from pallas_kernels.tables import COVERED
+from pallas_kernels.tables import COVERED, Widths
 
-__all__ = ["COVERED", "SWITCHES", "KernelError", "KernelUnsupported", "report", "resolve"]
+__all__ = [
+    "COVERED",
+    "SWITCHES",
+    "KernelError",
+    "KernelUnsupported",
+    "Widths",
+    "report",
+    "resolve",
+]

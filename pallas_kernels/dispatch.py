@@ -9,7 +9,15 @@ from dataclasses import asdict
 from types import MappingProxyType
 
 from pallas_kernels.errors import KernelUnsupported
-from pallas_kernels.tables import COVERED, Entry, arch_of, entries_of, tile_hash
+from pallas_kernels.tables import (
+    COVERED,
+    Entry,
+    Widths,
+    arch_of,
+    entries_of,
+    misfit,
+    tile_hash,
+)
 
 #: What `kernels=` may be beside None and a mapping.
 SWITCHES = ("xla", "pallas", "pallas_interpret")
@@ -23,6 +31,7 @@ def resolve(
     *,
     checkpoint_arithmetic: bool = True,
     scale_block: int = 32,
+    widths: Widths | None = None,
 ) -> Mapping[str, str]:
     """Returns the implementation of every covered op, sorted by op; read-only.
 
@@ -30,26 +39,30 @@ def resolve(
         kernels: None (the best verified implementation, else "xla"), "xla", "pallas" (a verified
             one for every covered op), "pallas_interpret" (the same bodies under the CPU
             interpreter), or a mapping op -> implementation; ops that it leaves out resolve as
-            under None.
+            under None. Only a mapping raises where an op has no form for the model's widths; the
+            others leave such an op "xla".
         device_kind: the device's name as jax reports it, for example "NVIDIA H200" or "cpu".
         checkpoint_arithmetic: whether activations are rounded where the checkpoint rounds them.
             The kernels compute nothing else, so without it None is "xla" and naming one raises.
         scale_block: side of the scale blocks of the model's FP8 weights, 32 or 128.
+        widths: sizes of the model's attention; None: every kernel has a form for it.
 
     Raises:
         KernelUnsupported: something was named that does not exist or cannot run there; says which
             mapping would work.
     """
+    unfit = {op for op in COVERED if widths is not None and misfit(op, widths)}
     if isinstance(kernels, Mapping):
         for op in kernels:
             _require_op(op, kernels[op])
+            _require_form(op, kernels[op], widths)
         named = dict(kernels)
     elif kernels is None or kernels == "xla":
         named = dict.fromkeys(COVERED, "xla") if kernels else {}
     elif kernels == "pallas":
-        named = {op: _verified_or_raise(op, device_kind) for op in sorted(COVERED)}
+        named = {op: _verified_or_raise(op, device_kind) for op in sorted(COVERED - unfit)}
     elif kernels == "pallas_interpret":
-        named = dict.fromkeys(COVERED, "pallas_interpret")
+        named = dict.fromkeys(COVERED - unfit, "pallas_interpret")
     else:
         raise KernelUnsupported(
             "every op",
@@ -60,7 +73,10 @@ def resolve(
         )
     suits = checkpoint_arithmetic and scale_block == 32
     default = device_kind if suits else None
-    chosen = {op: named.get(op) or _best(op, default) for op in sorted(COVERED)}
+    chosen = {
+        op: named.get(op) or ("xla" if op in unfit else _best(op, default))
+        for op in sorted(COVERED)
+    }
     for op, implementation in chosen.items():
         _require(op, implementation, device_kind, checkpoint_arithmetic, scale_block)
     return MappingProxyType(chosen)
@@ -120,6 +136,14 @@ def _require_op(op: str, implementation: str) -> None:
             f"an op must be one of {sorted(COVERED)}",
             repr(op),
             "no other implementation exists for other ops: leave it out",
+        )
+
+
+def _require_form(op: str, implementation: str, widths: Widths | None) -> None:
+    rule = None if implementation == "xla" or widths is None else misfit(op, widths)
+    if rule is not None:
+        raise KernelUnsupported(
+            op, implementation, rule, repr(widths), f'leave it out, or name "xla" for {op}'
         )
 
 

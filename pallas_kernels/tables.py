@@ -49,6 +49,46 @@ class Entry:
     scale_block: int = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Sizes of a model's attention that decide which kernels have a form for it.
+
+    Attributes:
+        heads: query heads.
+        head_dim: channels of a cache row.
+        window: window ranks of a key list.
+        index_heads: heads of the indexer.
+        index_dim: channels of an index key.
+    """
+
+    heads: int
+    head_dim: int
+    window: int
+    index_heads: int
+    index_dim: int
+
+
+def misfit(op: str, widths: Widths) -> str | None:
+    """Returns the rule that a model's sizes break, None where the op's kernels have a form."""
+    config = import_module(f"pallas_kernels.{op}.configs")
+    if op == "sparse_mla_decode":
+        heads, window = widths.heads % config.HEADS, widths.window % config.BLOCK
+        if widths.head_dim != config.DIM or heads or window or not widths.heads:
+            return (
+                f"it takes rows of {config.DIM} channels, a multiple of {config.HEADS} heads and "
+                f"a window of whole blocks of {config.BLOCK}"
+            )
+    if op == "indexer_logits":
+        heads = widths.index_heads
+        many = heads % config.HEAD_STEP or not 0 < heads <= config.MOST_HEADS
+        if widths.index_dim != config.CHANNELS or many:
+            return (
+                f"it takes keys of {config.CHANNELS} channels and {config.HEAD_STEP} to "
+                f"{config.MOST_HEADS} heads in steps of {config.HEAD_STEP}"
+            )
+    return None
+
+
 # Parts of the sm_90 forms have passed on an H200: benchmarks/results/kernels_h200_2026-11-30.jsonl.
 # A form is verified when every tile of its table has, and the network with it.
 _COMPILED = "pallas_kernels/compiled.txt"
@@ -69,13 +109,33 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("grouped_matmul", "mosaic_sm90", "sm_90", "compiled", _COMPILED),
     Entry("rms_norm_quant", "triton", "sm_90", "compiled", _COMPILED),
     Entry("rms_norm_quant", "triton", "sm_100", "compiled", _COMPILED),
+    Entry("sparse_mla_decode", "mosaic_sm90", "sm_90", "compiled", _COMPILED),
+    Entry("indexer_logits", "mosaic_sm90", "sm_90", "compiled", _COMPILED),
+    Entry("select_topk", "triton", "sm_90", "compiled", _COMPILED),
+    Entry(
+        "mhc_pre",
+        "triton",
+        "sm_90",
+        "verified",
+        "benchmarks/results/mhc_pre_h200_2026-11-30.jsonl",
+    ),
+    Entry("mhc_pre", "triton", "sm_100", "compiled", _COMPILED),
     *(
         Entry(op, "pallas_interpret", "cpu", "verified", f"tests/kernels/test_{op}.py", False)
-        for op in ("block_scaled_matmul", "grouped_matmul", "rms_norm_quant")
+        for op in (
+            "block_scaled_matmul",
+            "grouped_matmul",
+            "rms_norm_quant",
+            "sparse_mla_decode",
+            "indexer_logits",
+            "select_topk",
+            "mhc_pre",
+        )
     ),
 )
 
-#: Ops that have a Pallas form; `kernels="pallas"` runs one for each of them or raises.
+#: Ops that have a Pallas form; `kernels="pallas"` runs one for each of them that has a form for
+#: the model's sizes, or raises.
 COVERED: frozenset[str] = frozenset(entry.op for entry in ENTRIES)
 
 #: Parts of a device's name, as jax reports it, that tell its architecture.

@@ -1,1 +1,1 @@
-"""Meshes, axis rules and ordered collectives. Empty so far; depends on jax and numpy only."""
+"""Meshes, axis rules, placements of experts and rows, ordered collectives; jax and numpy only."""

@@ -1,17 +1,27 @@
 """Chat over anything that generates and streams as `LLM` does."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from deepinfer_jax.chat.encode import ChatEncoder, ChatPrompt
 from deepinfer_jax.chat.messages import Messages
-from deepinfer_jax.chat.parse import ChatDelta, ChatFinishReason, ChatMessage, ChatParser, ToolCall
+from deepinfer_jax.chat.parse import (
+    ChatDelta,
+    ChatFinishReason,
+    ChatMessage,
+    ChatParser,
+    ToolCall,
+    parsing_options,
+)
+from deepinfer_jax.chat.tokenizer import import_recipe
 from deepinfer_jax.errors import InputError
+from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
+    from deepseek_recipe import Conversation
 
     from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
 
@@ -102,13 +112,13 @@ def chat(
         conversations: Messages, a text (one user message), or a list of conversations.
         params: One for all or one per conversation. `stop` is matched in the content alone.
         progress: Show a progress bar on stderr if it is a terminal.
-        options: `thinking`, `reasoning_effort`, `tools`, `tool_choice` of `ChatEncoder.prepare`.
+        options: `thinking`, `reasoning_effort`, `tools`, `tool_choice`, `response_format` of
+            `ChatEncoder.prepare`.
 
     Raises:
         InputError: A message, option or parameter that cannot be honoured. Nothing has run then.
     """
     many = _as_list(conversations)
-    prompts = [prepare_chat(encoder, messages, options) for messages in many]
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(many)
     each = list(params)
@@ -117,6 +127,11 @@ def chat(
             f"params must be one SamplingParams or one per conversation, got {len(each)} for "
             f"{len(many)} conversations"
         )
+    pairs = [
+        prepare_answer(encoder, messages, one, options)
+        for messages, one in zip(many, each, strict=True)
+    ]
+    prompts, each = [prompt for prompt, _ in pairs], [one for _, one in pairs]
     outputs = llm.generate(
         [list(prompt.token_ids) for prompt in prompts],
         [replace(one, stop=()) for one in each],
@@ -143,8 +158,7 @@ def stream_chat(
         InputError: as `chat`, before anything runs.
     """
     params = params or SamplingParams()
-    asked = stream_params(params)
-    prompt = prepare_chat(encoder, messages, options)
+    prompt, asked = prepare_answer(encoder, messages, stream_params(params), options)
     parser = ChatParser(encoder, prompt.conversation, params.stop)
     source = llm.stream(list(prompt.token_ids), asked)
     return _read_stream(parser, source)
@@ -166,6 +180,19 @@ def _read_stream(parser: ChatParser, source: "Iterator[StreamDelta]") -> Iterato
         yield read_delta(parser, raw)
         if parser.is_finished:
             return
+
+
+async def read_chat_stream(
+    parser: ChatParser, source: "AsyncGenerator[StreamDelta, None]"
+) -> AsyncGenerator[ChatDelta, None]:
+    """Yields the answer in a completion that arrives; closes the source at the answer's end."""
+    try:
+        async for raw in source:
+            yield read_delta(parser, raw)
+            if parser.is_finished:
+                return
+    finally:
+        await source.aclose()
 
 
 def read_delta(parser: ChatParser, raw: "StreamDelta") -> ChatDelta:
@@ -215,26 +242,69 @@ def _matched(
     return next((text for text in stop if content + text in written), None)
 
 
+def prepare_answer(
+    encoder: ChatEncoder, messages: Messages, params: SamplingParams, options: Mapping[str, Any]
+) -> tuple[ChatPrompt, SamplingParams]:
+    """Returns the prompt of a conversation, and parameters that keep its response format.
+
+    A grammar binds the answer: reasoning before it is free.
+
+    Raises:
+        InputError: Something is illegal, or can be rendered but not honoured.
+    """
+    prompt = _honoured(encoder, messages, options)
+    grammar = answer_grammar(prompt.conversation)
+    if grammar is None:
+        grammar = params.grammar
+    elif params.grammar is not None:
+        raise InputError("response_format and a grammar both constrain the answer: give one")
+    if grammar is not None and not grammar.start_after and not grammar.trigger:
+        grammar = grammar.after(answer_start(encoder, prompt.conversation))
+    return prompt, replace(params, grammar=grammar)
+
+
+def answer_grammar(conversation: "Conversation") -> Grammar | None:
+    """Returns the grammar of a conversation's response format, None for text."""
+    if conversation.response_format == "json_object":
+        return Grammar.json_object()
+    if conversation.response_schema is not None:
+        return Grammar.json_schema(conversation.response_schema)
+    if conversation.response_regex is not None:
+        return Grammar.regex(conversation.response_regex)
+    return None
+
+
+def answer_start(encoder: ChatEncoder, conversation: "Conversation") -> str | None:
+    """Returns the token that ends the reasoning before an answer; None if there is none."""
+    stage = parsing_options(encoder, conversation).thinking_initial_stage
+    if stage is None or not stage.starts_in_reasoning():
+        return None
+    return encoder.special_tokens.token(import_recipe().SpecialToken.ThinkingEnd)
+
+
 def prepare_chat(
     encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]
 ) -> ChatPrompt:
-    """Returns the prompt of a conversation.
+    """Returns the prompt of a conversation whose answer is text.
 
     Raises:
         InputError: Something is illegal, or can be rendered but not honoured.
     """
     if options.get("response_format") not in (None, {"type": "text"}):
         raise InputError(
-            f"response_format={options['response_format']!r} promises an answer of that form, "
-            "which needs constrained decoding, and that is not supported yet: describe the form "
-            "in a message instead"
+            f"response_format={options['response_format']!r} is not taken here: give a grammar "
+            "instead"
         )
+    return _honoured(encoder, messages, options)
+
+
+def _honoured(encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]) -> ChatPrompt:
     prompt = encoder.prepare(messages, **options)
     strict = [tool.name for tool in prompt.conversation.tools if tool.strict]
     if strict:
         raise InputError(
-            f"strict=true promises arguments that follow the schema ({strict}), which needs "
-            "constrained decoding, and that is not supported yet: leave strict out"
+            f"strict=true promises arguments that follow the schema ({strict}), and arguments of "
+            "tools are not constrained yet: leave strict out"
         )
     if prompt.conversation.thinking_mode and prompt.conversation.tool_choice == "required":
         raise InputError(

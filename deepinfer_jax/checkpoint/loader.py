@@ -27,6 +27,8 @@ Progress = Callable[[int, int, str], None]
 EngramPlace = Literal["device", "host", "mapped"]
 #: Decides where an array of a leaf goes: its spec and its shape (payload or scale, stacked).
 Placement = Callable[[ParamSpec, tuple[int, ...]], jax.sharding.Sharding]
+#: Returns (axis, length) up to which an array of a leaf is padded, None to leave it as it is.
+Padding = Callable[[ParamSpec, tuple[int, ...]], tuple[int, int] | None]
 Index = tuple[slice, ...]
 
 
@@ -37,6 +39,7 @@ def load_params(
     progress: Progress | None = None,
     engram: EngramPlace = "device",
     placement: Placement | None = None,
+    padding: Padding | None = None,
     expand_limit_bytes: int = 64 * 2**20,
 ) -> Any:
     """Returns the parameters of a checkpoint: `Params` for V4.1, `V4Params` for V4.
@@ -48,6 +51,8 @@ def load_params(
         engram: Where Engram tables live: on the device, in host memory, or mapped from the file
             (`HostTable` for the last two).
         placement: Sharding of each array; None puts everything on the default device.
+        padding: Longer axes of some arrays, so that they divide over a mesh; they are filled by
+            repetition from the start.
         expand_limit_bytes: Largest float32 buffer used while `wo_a` is dequantised.
 
     Raises:
@@ -59,7 +64,8 @@ def load_params(
     tree = spec_tree(config)
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
     total = sum(tensor.nbytes for spec in leaves for tensor in spec.tensors())
-    loader = _Loader(store, placement or _default_placement, expand_limit_bytes, progress, total)
+    place = placement or _default_placement
+    loader = _Loader(store, place, padding, expand_limit_bytes, progress, total)
     loaded: list[Any] = []
     try:
         for spec in leaves:
@@ -83,6 +89,7 @@ class _Loader:
 
     store: TensorStore
     placement: Placement
+    padding: Padding | None
     expand_limit_bytes: int
     progress: Progress | None
     total: int
@@ -137,13 +144,23 @@ class _Loader:
     def place(
         self, spec: ParamSpec, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]
     ) -> jax.Array:
-        """Returns the array whose local shards `read` delivers."""
-        target = self.placement(spec, shape)
+        """Returns the array whose local shards `read` delivers; a padded axis repeats."""
+        longer = self.padding(spec, shape) if self.padding else None
+        full = list(shape)
+        if longer is not None:
+            full[longer[0]] = longer[1]
+        target = self.placement(spec, tuple(full))
 
         def deliver(index: Index | None) -> np.ndarray:
-            return read(_full(index or (), shape))
+            wanted = _full(index or (), tuple(full))
+            if longer is None:
+                return read(wanted)
+            axis, length = longer[0], shape[longer[0]]
+            parts = _repeated(wanted[axis], length)
+            read_parts = [read((*wanted[:axis], part, *wanted[axis + 1 :])) for part in parts]
+            return np.concatenate(read_parts, axis=axis)
 
-        array = jax.make_array_from_callback(shape, target, deliver)
+        array = jax.make_array_from_callback(tuple(full), target, deliver)
         return array.block_until_ready()
 
     def expand(self, spec: ParamSpec, index: Index) -> np.ndarray:
@@ -209,6 +226,17 @@ def _full(index: Index, shape: tuple[int, ...]) -> Index:
     whole = (slice(None),) * (len(shape) - len(index))
     parts = zip((*index, *whole), shape, strict=True)
     return tuple(slice(*part.indices(size)) for part, size in parts)
+
+
+def _repeated(wanted: slice, length: int) -> list[slice]:
+    """Returns the ranges of an axis of `length` that fill `wanted` of its endless repetition."""
+    parts, start = [], wanted.start
+    while start < wanted.stop:
+        first = start % length
+        stop = min(length, first + wanted.stop - start)
+        parts.append(slice(first, stop))
+        start += stop - first
+    return parts
 
 
 def _extent(index: Index) -> tuple[int, ...]:

@@ -1,24 +1,14 @@
 """`deepinfer-jax chat`: talk to a model, or answer one message from a pipe."""
 
 import sys
-import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from deepinfer_jax.cli.options import DeterminismOption, ModelOption, NumericsOption
+from deepinfer_jax.cli.talk import COMMANDS, Message, Talk
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from deepinfer_jax.chat.encode import ChatEncoder
-    from deepinfer_jax.chat.session import Generator
-    from deepinfer_jax.sampling.params import SamplingParams
-
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
-# What a terminal would act on, except line ends and tabs.
-_CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if code not in (9, 10)}
+HELP = "/help lists commands, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
 def chat(
@@ -71,80 +61,12 @@ def chat(
     talk = Talk(llm=llm, encoder=encoder, params=params, options=options, console=console)
     talk.reset(system)
     if message is None:
-        repl(talk, system)
+        repl(talk)
     else:
         talk.answer(message)
 
 
-@dataclass
-class Talk:
-    """A conversation that grows by `answer`. Reasoning goes to stdout on a terminal only."""
-
-    llm: "Generator"
-    encoder: "ChatEncoder"
-    params: "SamplingParams"
-    options: dict[str, Any]
-    console: "Console"  # of stderr
-    is_interactive: bool = field(default_factory=lambda: sys.stdout.isatty())
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    def reset(self, system: str | None) -> None:
-        """Forgets everything but the system message."""
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
-
-    def answer(self, text: str) -> None:
-        """Streams the answer to a message. The turn is kept only if it is answered to its end.
-
-        Raises:
-            InputError: The message cannot be encoded, or the conversation has become too long.
-        """
-        from deepinfer_jax.chat.session import stream_chat
-
-        turn = [*self.messages, {"role": "user", "content": text}]
-        started = time.perf_counter()
-        content, reasoning, count, reason = "", "", 0, None
-        for delta in stream_chat(self.llm, self.encoder, turn, self.params, **self.options):
-            if delta.reasoning:
-                self._write_reasoning(delta.reasoning)
-            if reasoning and delta.content and not content:
-                self._write_reasoning("\n\n")
-            self._write(delta.content)
-            content, reasoning = content + delta.content, reasoning + delta.reasoning
-            count += len(delta.token_ids)
-            reason = delta.finish_reason
-        self._write("\n")
-        if reasoning and not self.is_interactive:
-            sys.stderr.write("\n")
-        self.console.print(
-            f"[dim]{count} tokens in {time.perf_counter() - started:.1f} s, finish: {reason}"
-            + (f", seed {self.params.seed}" if self.params.temperature else "")
-            + "[/dim]"
-        )
-        answer = {"role": "assistant", "content": content}
-        if reasoning:
-            answer["reasoning_content"] = reasoning
-        self.messages = [*turn, answer]
-
-    def _write(self, text: str) -> None:
-        sys.stdout.write(text.translate(_CONTROLS) if self.is_interactive else text)
-        sys.stdout.flush()
-
-    def _write_reasoning(self, text: str) -> None:
-        if self.is_interactive:
-            self._write_dim(text.translate(_CONTROLS))
-        else:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-    def _write_dim(self, text: str) -> None:
-        from rich.console import Console
-        from rich.text import Text
-
-        Console(soft_wrap=True).print(Text(text, style="dim"), end="")
-        sys.stdout.flush()
-
-
-def repl(talk: Talk, system: str | None) -> None:
+def repl(talk: Talk) -> None:
     """Reads messages and commands until /exit or the end of input."""
     import contextlib
 
@@ -165,15 +87,58 @@ def repl(talk: Talk, system: str | None) -> None:
             return
         if line == "/exit":
             return
-        if line == "/reset":
-            talk.reset(system)
-            talk.console.print("The conversation is forgotten.")
-        elif line.startswith("/"):
-            talk.console.print(f"No command is named {line.split()[0]}. {HELP}", markup=False)
-        elif line:
-            try:
+        try:
+            if line.startswith("/"):
+                _obey(talk, line)
+            elif line:
                 talk.answer(line)
-            except KeyboardInterrupt:
-                talk.console.print("\nStopped; this turn is forgotten.")
-            except InputError as error:
-                talk.console.print(f"{error}. /reset begins again.", markup=False)
+            while results := _ask_results(talk):
+                talk.go_on([*talk.messages, *results])
+        except KeyboardInterrupt:
+            talk.console.print("\nStopped; this turn is forgotten.")
+            _close_calls(talk)
+        except InputError as error:
+            talk.console.print(f"{error}. /reset begins again.", markup=False)
+            _close_calls(talk)
+
+
+def _obey(talk: Talk, line: str) -> None:
+    """Runs a command."""
+    name, _, argument = line.partition(" ")
+    name = {"/clear": "/reset"}.get(name, name)
+    if name == "/help":
+        for command, (arguments, what, _) in COMMANDS.items():
+            talk.console.print(f"{command} {arguments}".ljust(22) + what, markup=False)
+        talk.console.print("/exit".ljust(22) + "ends")
+    elif name in COMMANDS:
+        said = COMMANDS[name][2](talk, argument.strip())
+        if said:
+            talk.console.print(said, markup=False)
+    else:
+        talk.console.print(f"No command is named {name}. {HELP}", markup=False)
+
+
+def _ask_results(talk: Talk) -> list[Message]:
+    """Returns what the user gives as results of the tool calls that are open, if there are any.
+
+    Raises:
+        KeyboardInterrupt: the user gives none.
+    """
+    results: list[Message] = []
+    for call in talk.open_calls:
+        function = call["function"]
+        try:
+            text = input(f"result of {function['name']} {function['arguments']}> ")
+        except EOFError as error:
+            raise KeyboardInterrupt from error
+        results.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+    return results
+
+
+def _close_calls(talk: Talk) -> None:
+    """Forgets a turn whose tool calls got no results: nothing else may follow it."""
+    while talk.open_calls:
+        place = next(
+            n for n in reversed(range(len(talk.messages))) if talk.messages[n]["role"] == "user"
+        )
+        talk.messages = talk.messages[:place]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from deepinfer_jax.engine.engine import Engine
+    from deepinfer_jax.grammar.spec import Grammar
     from deepinfer_jax.jobs.run import JobProgress
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.loading import Model
@@ -48,6 +49,16 @@ def generate(
     target: Annotated[
         Path | None,
         typer.Option("--output", metavar="FILE", help="Where answers go; continued if it exists."),
+    ] = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The text is JSON of this JSON schema.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="The whole text matches this.")
+    ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The text is of this grammar, in Lark or GBNF."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text.")
@@ -83,7 +94,8 @@ def generate(
         raise InputError(f"--input must be a file, got {source}")
     if source is not None and as_json:
         raise InputError("--output is JSON anyway: leave --json out")
-    params, runtime = sampling_params(fields), runtime_config(fields)
+    constraint = _grammar(schema, regex, grammar)
+    params, runtime = sampling_params(fields, grammar=constraint), runtime_config(fields)
     if source is None and not as_json and (params.logprobs, params.prompt_logprobs) != (None, None):
         raise InputError("log-probabilities are printed with --json: add it")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -98,6 +110,29 @@ def generate(
         elif prompt is not None:
             ids = [llm.model.config.bos_token_id] * bos + llm.encode(prompt)
             _answer(console, llm, ids, params, as_json, seconds)
+
+
+def _grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> "Grammar | None":
+    """Returns the grammar of the options; None if there is none.
+
+    Raises:
+        InputError: there are two, a file cannot be read, or what is in it is malformed.
+    """
+    from deepinfer_jax.errors import InputError
+    from deepinfer_jax.grammar.spec import Grammar
+
+    if sum(one is not None for one in (schema, regex, grammar)) > 1:
+        raise InputError("--schema, --regex and --grammar exclude each other: give one")
+    if regex is not None:
+        return Grammar.regex(regex)
+    path = schema or grammar
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} must be a text file: {error}") from error
+    return Grammar.json_schema(text) if schema else Grammar.ebnf(text)
 
 
 def _answer(

@@ -45,7 +45,7 @@ def collect(source: str) -> dict[str, Any]:
     from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
     from deepinfer_jax.config.roles import layer_roles
 
-    config, folder = _resolve(source)
+    config, folder = resolve_config(source)
     inventory = tensor_inventory(config)
     parts: dict[str, list[Any]] = {}
     for tensor in inventory.values():
@@ -84,7 +84,12 @@ def part_of(name: str) -> str:
     return f"{group}/{kind or ('norms' if 'norm' in suffix else 'projections and heads')}"
 
 
-def _resolve(source: str) -> tuple[ModelConfig, Path | None]:
+def resolve_config(source: str) -> tuple[ModelConfig, Path | None]:
+    """Returns (config, folder if it has weights) of a folder, a file, "nano" or a preset.
+
+    Raises:
+        ConfigError: it is none of them, or its config cannot be honoured.
+    """
     from deepinfer_jax.config.hf import read_config
     from deepinfer_jax.config.presets import PRESETS, preset
     from deepinfer_jax.errors import ConfigError
@@ -102,7 +107,7 @@ def _resolve(source: str) -> tuple[ModelConfig, Path | None]:
     if source.lower() in PRESETS:
         return preset(source), None
     raise ConfigError(
-        f"inspect needs a checkpoint folder, a config.json, nano or a preset "
+        f"a model is a checkpoint folder, a config.json, nano or a preset "
         f"({', '.join(PRESETS)}): "
         f"received {source!r}, which is none of them. Check the path."
     )

@@ -1,11 +1,14 @@
 """Entry point of `deepinfer-jax`: finds the sub-command's module and imports that one alone."""
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 # Name -> one line of help. The function is `deepinfer_jax.cli.<name>.<name>`, imported when called;
 # a name of two words has an underscore there.
@@ -13,6 +16,8 @@ COMMANDS = {
     "generate": "Continue a prompt and stream the text, or answer every line of a file.",
     "score": "Log-probabilities of the tokens of a text, or of every line of a file.",
     "chat": "Talk to a model, or answer one message from a pipe.",
+    "serve": "Answer OpenAI's and Anthropic's protocols over HTTP.",
+    "bench": "Speed against the number of requests that run together, as table, JSON and PNG.",
     "render": "The prompt that a conversation becomes, as text or as token ids.",
     "tokenize": "Token ids of a text, and back.",
     "inspect": "Parts, shapes and bytes of a checkpoint or of a config alone.",
@@ -23,16 +28,44 @@ COMMANDS = {
     "eval": "How often a checkpoint answers held-out items of nano's corpus correctly.",
     "replay": "Run the request of a run record again and compare what comes out.",
     "verify": "Whether a checkpoint has the same bits in any batch, chunking, cache and draft.",
+    "plan": "Bytes, exchanges and time of a model on many devices, before there are any.",
     "env": "Versions, devices, flags that matter, and what each extra lacks.",
 }
+
+#: Set by a shell that wants to complete a line.
+_COMPLETE = "_DEEPINFER_JAX_COMPLETE"
+
+
+class _Commands(TyperGroup):
+    """The commands; one that a shell completes is imported for its options."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Returns a command."""
+        if _COMPLETE in os.environ and cmd_name in COMMANDS:
+            return get_command(command_app(cmd_name))
+        return super().get_command(ctx, cmd_name)
+
 
 app = typer.Typer(
     name="deepinfer-jax",
     help="Functional JAX inference for DeepSeek-V4.1-Flash.",
-    add_completion=False,
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def with_config_file(name: str, arguments: list[str]) -> list[str]:
+    """Returns arguments with the options of `--config FILE` before them, so that they win.
+
+    The file is TOML: options by name at its top, and in a table of the command's name.
+    """
+    if not any(one == "--config" or one.startswith("--config=") for one in arguments):
+        return arguments
+    from deepinfer_jax.cli.config_file import read_options, take_config
+
+    path, rest = take_config(arguments)
+    return [*read_options(path, name), *rest]
 
 
 def command_app(name: str) -> typer.Typer:
@@ -45,7 +78,11 @@ def command_app(name: str) -> typer.Typer:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and exits; an error of this package is a message and exit code 2."""
+    """Runs the command line and exits; an error of this package is one line.
+
+    Exit codes: 0 done, 1 a comparison failed, 2 what was asked for cannot be honoured, 3 the
+    checkpoint or its tokenizer is not as it must be, 4 not enough memory, 130 interrupted.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     from deepinfer_jax.errors import DeepInferError
 
@@ -53,12 +90,28 @@ def main(arguments: list[str] | None = None) -> None:
         words = next((n for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), 0)
         if words:
             name = " ".join(arguments[:words])
-            command_app(name)(args=arguments[words:], prog_name=f"deepinfer-jax {name}")
+            rest = with_config_file(name, arguments[words:])
+            command_app(name)(args=rest, prog_name=f"deepinfer-jax {name}")
         else:
             app(args=arguments, prog_name="deepinfer-jax")
     except DeepInferError as error:
         print(f"deepinfer-jax: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(_exit_code(error)) from None
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"deepinfer-jax: error: not enough memory: {error}", file=sys.stderr)
+        raise SystemExit(4) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _exit_code(error: Exception) -> int:
+    from deepinfer_jax.errors import CapacityError, CheckpointError, TokenizerError
+
+    if isinstance(error, CapacityError):
+        return 4
+    return 3 if isinstance(error, CheckpointError | TokenizerError) else 2
 
 
 def _print_version(wanted: bool) -> None:

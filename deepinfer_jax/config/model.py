@@ -5,7 +5,7 @@ and checked by `config.hf`; a `ModelConfig` is usable as a static argument of `j
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 #: "training" is "checkpoint" with float32 in the place of codes and the derivative of the identity
 #: at every rounding point; no `load` gives it.
@@ -14,6 +14,9 @@ DeterminismLevel = Literal["off", "run", "batch"]
 Replay = Literal["off", "mask", "compact"]
 Branches = Literal["data", "static"]
 DraftHead = Literal["markov", "rnn", "none"]
+
+#: Rows by which plans grow where all of them are computed at once.
+ROW_STEP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +152,26 @@ class ExecutionConfig:
     numerics: NumericsMode = "float32"
     determinism: DeterminismLevel = "batch"
     kernels: tuple[tuple[str, str], ...] = ()  # operation -> implementation, sorted
-    row_tile: int = 8  # rows per tile of the network loop; part of the arithmetic
+    row_tile: int = 8  # rows per tile of the network, or of its products; part of the arithmetic
     # V4.1 prefill past the last KV source (engine.md 4.2): "mask" hides window rows below the floor
     # of their slot, "compact" also skips tiles below it. The floor is state, not configuration.
     replay: Replay = "off"
     # "data": one loop over layers whose roles are data, conditions and loop bounds on data: what no
     # row needs is skipped. "static": layers one by one with known roles, everything computed for
-    # every row: a GPU waits for the host at each condition, which costs more than small work.
+    # every row: a GPU waits for the host at each condition, which costs more than small work. Part
+    # of the arithmetic. At "batch" the rows are then tiled product by product.
     branches: Branches = "data"
+    mesh: Any = None  # jax.sharding.Mesh with the axes er, dp, cp, tp; None: one device
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the network runs tile by tile of its rows, or on all of them at once."""
+        return self.determinism == "batch" and self.branches == "data"
+
+    @property
+    def row_step(self) -> int:
+        """Rows by which plans grow: those of a tile of the network."""
+        return self.row_tile if self.is_tiled else ROW_STEP
 
     def kernel(self, operation: str) -> str:
         """Returns the implementation chosen for an operation, "xla" unless another was named."""

@@ -38,7 +38,8 @@ class RuntimeConfig:
     alternatives a request may ask for. max_stop_ids: of one request, the end token included.
     record: what `RequestOutput.record` holds of an output (determinism.md 7): "ids", "logits" for a
     hash of the logits of every token too, None for no record. check: verify the engine's
-    bookkeeping after every step (slow).
+    bookkeeping after every step (slow). grammar_seconds: what compiling a grammar may take before
+    its request ends. warm_grammars: compile the programs of requests with grammars beforehand.
 
     Raises:
         ConfigError: a value outside its range.
@@ -66,6 +67,8 @@ class RuntimeConfig:
     max_stop_ids: int = 16
     record: RecordMode | None = "ids"
     check: bool = False
+    grammar_seconds: float = 10.0
+    warm_grammars: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> "RuntimeConfig":
         """Rejects unknown keywords by name; the generated `__init__` does the rest."""
@@ -138,4 +141,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_stop_ids": _POSITIVE,
     "record": (lambda v: v in ("ids", "logits", None), '"ids", "logits" or None'),
     "check": _FLAG,
+    "grammar_seconds": (
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e6,
+        "a number of seconds > 0",
+    ),
+    "warm_grammars": _FLAG,
 }

@@ -26,6 +26,7 @@ from deepinfer_jax.model.step import Plan
 from deepinfer_jax.numerics.ops import ops_for
 from deepinfer_jax.record.logit_hash import logit_hash_tile
 from deepinfer_jax.sampling import random
+from deepinfer_jax.sampling.edits import unpack_bitmask
 from deepinfer_jax.sampling.logprobs import TokenLogprobs, pick_tile
 from deepinfer_jax.sampling.rows import RowParams
 from deepinfer_jax.sampling.sample import NO_TOKEN, sample_tile
@@ -85,6 +86,7 @@ class _Rows:
     draft: Leaf  # int32 [t]: the draft of that position, -1 if none is verified
     before: Leaf  # int32 [t, n]: drafts of the round up to the row, -1 beyond
     number: Leaf  # int32 [t]: of the draft in its round, from 1
+    mask: Leaf  # int32 [t, w]: bits of the ids that its grammar allows; None in most programs
 
 
 def choose(
@@ -97,11 +99,12 @@ def choose(
     hidden: Float[Array, "t d"],
     alternatives: int,
     hashes: bool,
+    masks: Int[Array, "m w"] | None = None,
 ) -> tuple[SlotState, Emitted, Reported]:
     """Returns (slots after the tokens, what is emitted, what is told of it by emitting row).
 
     Emitting rows are numbered as `Emitters.first` says. hashes: of the logits, or nothing of them
-    is in the program.
+    is in the program. masks: of grammars, (drafts + 1) rows for each emitter.
     """
     width = 1 if slots.drafting is None else slots.drafting.token.shape[1] + 1
     most = emitters.slot.shape[0] * width
@@ -115,7 +118,7 @@ def choose(
 
     def emitting(number: Int[Array, " t"]) -> tuple[Array, _Rows, Array]:
         """Returns (numbers, the rows of these numbers, their logits)."""
-        rows = _tile_rows(slots, plan, emitters, stop, number, hidden)
+        rows = _tile_rows(slots, plan, emitters, stop, number, hidden, masks)
         return number, rows, ops.head(rows.hidden, params.head)
 
     def sampled(number: Array, rows: _Rows, logits: Array) -> tuple:
@@ -184,6 +187,7 @@ def _tile_rows(
     stop: Int[Array, " s"],
     number: Int[Array, " t"],
     hidden: Float[Array, "n d"],
+    masks: Int[Array, "m w"] | None,
 ) -> _Rows:
     """Returns the emitting rows of these numbers; those beyond the last repeat some row."""
     owner = jnp.searchsorted(stop, number, side="right", method="compare_all")
@@ -206,6 +210,7 @@ def _tile_rows(
         draft=draft,
         before=before,
         number=offset + 1,
+        mask=None if masks is None else masks[owner * (before.shape[1] + 1) + offset],
     )
 
 
@@ -221,6 +226,8 @@ def _sample(
 
     def pick(full: bool) -> tuple[Array, Array, Array]:
         edits = row_edits(slots, rows.slot, rows.before, full=full)
+        if rows.mask is not None:
+            edits = replace(edits, grammar=unpack_bitmask(rows.mask, logits.shape[1]))
         return sample_tile(logits, rules, rows.index, edits, never_emit=never, digit=digit)
 
     return lax.cond(slots.edited[rows.slot].any(), lambda: pick(True), lambda: pick(False))

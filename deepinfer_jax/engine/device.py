@@ -4,9 +4,11 @@ Every call returns at once; results are futures. The state is donated to each pr
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,10 +18,19 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.drafting import Drafting
 from deepinfer_jax.engine.layout import PlanLayout, blank
 from deepinfer_jax.engine.marks import edit_rows
+from deepinfer_jax.engine.masked import (
+    mask_sizes,
+    mask_table,
+    padded,
+    run_network,
+    run_tokens,
+    table_rows,
+)
 from deepinfer_jax.engine.plan import StepPlan
-from deepinfer_jax.engine.program import StepResult, run_step
+from deepinfer_jax.engine.program import MaskTable, StepResult, run_step
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import EngineState, init_slots, null_marks, set_marks_program
+from deepinfer_jax.grammar.masks import MaskRows, blank_masks
 from deepinfer_jax.model.registry import AnyParams, network_of
 from deepinfer_jax.model.slots import copy_block, copy_slot, put_checkpoint, take_checkpoint
 from deepinfer_jax.model.state import CacheLayout
@@ -71,18 +82,22 @@ class Device:
         self.hashes = hashes
         self._place = params.embed.sharding
         self._programs: dict[PlanLayout, Any] = {}
-        state = EngineState(
-            cache=network_of(config).init_cache(config, cache),
-            slots=init_slots(
-                cache.num_slots,
-                config.vocab_size,
-                stop_ids,
-                drafts=drafting.size if drafting else 0,
-                keeps_q=config.execution.determinism != "batch",
-            ),
-        )
+        self._masked: dict[PlanLayout, tuple[Any, Any]] = {}  # network and tokens
+
+        def empty() -> EngineState:
+            return EngineState(
+                cache=network_of(config).init_cache(config, cache),
+                slots=init_slots(
+                    cache.num_slots,
+                    config.vocab_size,
+                    stop_ids,
+                    drafts=drafting.size if drafting else 0,
+                    keeps_q=config.execution.determinism != "batch",
+                ),
+            )
+
         # Where the parameters are: a state that moves after its first step would compile twice.
-        self._state = jax.device_put(state, self._place)
+        self._state = self._make(empty)
         self.params = params
 
     @property
@@ -105,21 +120,29 @@ class Device:
         leaves, self._tree = jax.tree.flatten(state)
         self._leaves = tuple(leaves)
 
-    def dispatch(self, plan: StepPlan, now: float = 0.0) -> Flight:
-        """Starts a step at time `now`, after what it needs; nothing waits."""
+    def dispatch(
+        self, plan: StepPlan, now: float = 0.0, fill: Callable[[], MaskRows] | None = None
+    ) -> Flight:
+        """Starts a step at time `now`, after what it needs; nothing waits.
+
+        fill: of a step with grammars, which `masked_work` has prepared: gives its masks while the
+            network runs.
+        """
         for action, arguments in plan.before:
             getattr(self, action)(*arguments)
-        run = self._programs.get(plan.layout) or self.compile(plan.layout)
-        # The one transfer of a step to the device; device_put would take five times as long.
-        with jax.transfer_guard_host_to_device("allow"):
-            self._leaves, result = run(self._params, self._leaves, plan.vector)
-        wanted = jax.tree.leaves((result.rounds, result.hashes))
+        if fill is None:
+            run = self._programs.get(plan.layout) or self.compile(plan.layout)
+            # The one transfer of a step to the device; device_put would take five times as long.
+            with jax.transfer_guard_host_to_device("allow"):
+                self._leaves, result = run(self._params, self._leaves, plan.vector)
+        else:
+            result = self._run_masked(plan, fill)
+        wanted = jax.tree.leaves((result.rounds, result.hashes, result.drafts))
         wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
         wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
         windows = []
         for chunk in plan.checkpoints:
-            words = self._words(chunk.sequence.slot, chunk.stop)
-            windows.append(take_checkpoint(self.config, self._state.cache, *words))
+            windows.append(self._save(chunk.sequence.slot, chunk.stop))
             wanted += windows[-1].values()
         # The one transfer to the host, begun here and read when the step is due. A CPU device has
         # nothing to copy, a GPU counts a copy that is not a `device_get` as implicit.
@@ -127,6 +150,63 @@ class Device:
             for leaf in wanted:
                 leaf.copy_to_host_async()
         return Flight(plan, now, result, windows)
+
+    def _run_masked(self, plan: StepPlan, fill: Callable[[], MaskRows]) -> StepResult:
+        network, tokens = self._masked[plan.layout]
+        with jax.transfer_guard_host_to_device("allow"):
+            self._leaves, rows = network(self._params, self._leaves, plan.vector)
+        masks = self._mask_table(plan.layout, fill())
+        with jax.transfer_guard_host_to_device("allow"):
+            self._leaves, result = tokens(self._params, self._leaves, plan.vector, rows, masks)
+        return result
+
+    def _mask_table(self, layout: PlanLayout, found: MaskRows) -> MaskTable:
+        rows = self._put(padded(layout, found))
+        return mask_table(*rows, rows=table_rows(layout))
+
+    def masked_work(self, layouts: Items[PlanLayout]) -> Callable[[], None]:
+        """Returns what compiles the programs of steps with grammars; another thread may run it."""
+
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        return partial(
+            self._compile_masked,
+            tuple(layouts),
+            *jax.tree.map(shape, (self._params, self._leaves)),
+        )
+
+    def _compile_masked(self, layouts: Items[PlanLayout], params: Any, leaves: Any) -> None:
+        width = -(-self.config.vocab_size // 32)
+        options = {
+            "trees": self._trees,
+            "config": self.config,
+            "alternatives": self.alternatives,
+        }
+
+        def placed(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+        for layout in layouts:
+            options["layout"] = layout
+            vector = placed(layout.size)
+            network = run_network.lower(params, leaves, vector, **options)
+            rows = jax.tree.map(lambda x: placed(*x.shape, dtype=x.dtype), network.out_info[1])
+            size = table_rows(layout)
+            masks = MaskTable(words=placed(size, width), forced=placed(size, layout.drafts))
+            tokens = run_tokens.lower(
+                params,
+                leaves,
+                vector,
+                rows,
+                masks,
+                **options,
+                drafting=self.drafting,
+                hashes=self.hashes,
+            )
+            for size in mask_sizes(layout):
+                self._mask_table(layout, blank_masks(size, width, layout.drafts))
+            self._masked[layout] = network.compile(), tokens.compile()
 
     def wait(self) -> None:
         """Returns when everything dispatched is done."""
@@ -151,7 +231,7 @@ class Device:
 
     def restore(self, slot: int, length: int, leaves: dict[str, np.ndarray]) -> None:
         """Puts the window state that was saved after `length` tokens into a slot."""
-        words, leaves = self._words(slot, length), jax.device_put(leaves, self._place)
+        words, leaves = self._words(slot, length), self._put(leaves)
         cache = put_checkpoint(self.config, self._state.cache, *words, leaves)
         self._state = replace(self._state, cache=cache)
 
@@ -182,8 +262,7 @@ class Device:
             jax.block_until_ready(flight.result)
             seconds[f"step of {layout.rows} rows"] = time.perf_counter() - begin
         begin = time.perf_counter()
-        saved = take_checkpoint(self.config, self._state.cache, *self._words(0, 0))
-        self.restore(0, 0, jax.device_get(saved))
+        self.restore(0, 0, jax.device_get(self._save(0, 0)))
         self.copy(0, 0, [(0, 0)])
         self._mark(0, null_marks(self.config.vocab_size))
         jax.block_until_ready(self._state)
@@ -191,9 +270,31 @@ class Device:
         return seconds
 
     def _mark(self, slot: int, rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-        words, rows = self._words(slot), jax.device_put(rows, self._place)
+        words, rows = self._words(slot), self._put(rows)
         slots = set_marks_program(self._state.slots, *words, *rows)
         self._state = replace(self._state, slots=slots)
 
+    def _save(self, slot: int, length: int) -> dict[str, jax.Array]:
+        return take_checkpoint(self.config, self._state.cache, *self._words(slot, length))
+
     def _words(self, *values: int) -> Any:
-        return jax.device_put(tuple(np.int32(value) for value in values), self._place)
+        return self._put(tuple(np.int32(value) for value in values))
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._place)
+
+    def _make(self, build: Callable[[], Any]) -> Any:
+        return jax.device_put(build(), self._place)
+
+    def close(self) -> None:
+        """Ends what depends on this device: nothing, in one process."""
+
+
+def engine_device(*arguments: Any, **options: Any) -> Device:
+    """Returns the device of an engine; in a job of several processes, this process's part of it."""
+    if jax.process_count() == 1:
+        return Device(*arguments, **options)
+    from deepinfer_jax.engine.lockstep import FollowingDevice, LeadingDevice
+
+    part = LeadingDevice if jax.process_index() == 0 else FollowingDevice
+    return part(*arguments, **options)

@@ -166,6 +166,6 @@ def draft_policy(
     return DraftPolicy(
         size=size,
         most=size,
-        corrections=Corrections(assumed_cost(execution.row_tile, layouts[-1].rows)),
+        corrections=Corrections(assumed_cost(execution.row_step, layouts[-1].rows)),
         exact_only=execution.determinism == "batch",
     )

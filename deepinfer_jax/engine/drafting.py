@@ -26,7 +26,7 @@ from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.numerics.ops import ops_for
 from deepinfer_jax.sampling.truncate import NARROW, WIDE, is_greedy, logprobs_tile
 from deepinfer_jax.speculative.confidence import calibrated_confidence
-from deepinfer_jax.speculative.verify import draft_tokens
+from deepinfer_jax.speculative.verify import EXACT, draft_tokens
 
 Drafts = tuple[Array, Array, Array | None]  # token ids, confidences, log q if it is kept
 
@@ -137,3 +137,34 @@ def make_drafts(
         log_q=None if drafts.log_q is None else put(drafts.log_q, log_q),
     )
     return replace(state, slots=replace(slots, drafting=made))
+
+
+def force_drafts(
+    state: EngineState, emitters: Emitters, emitted: Emitted, forced: Int[Array, "m n"]
+) -> EngineState:
+    """Returns the state with what grammars dictate in the place of drafts (io.md 2.7).
+
+    Such drafts are accepted unless the sampler wants another spelling: the output skips ahead, and
+    no token changes. Only for the rule "exact": the others must have drawn what they verify.
+
+    Args:
+        state: after `make_drafts`.
+        emitters: of the step.
+        emitted: their tokens.
+        forced: by row that chooses a token, (n + 1) for each emitter: what follows it, -1 beyond.
+    """
+    drafts, slot = state.slots.drafting, emitters.slot
+    assert drafts is not None
+    last = jnp.arange(slot.shape[0]) * (forced.shape[1] + 1) + jnp.maximum(emitted.count - 1, 0)
+    ids = forced[last]
+    is_wanted = emitters.is_live & drafts.is_made[slot] & (drafts.rule[slot] == EXACT)
+    is_forced = is_wanted[:, None] & (ids >= 0)
+    where = jnp.where(is_wanted, slot, drafts.token.shape[0])
+    token = jnp.where(is_forced, ids, drafts.token[slot])
+    confidence = jnp.where(is_forced, np.float32(1), drafts.confidence[slot])
+    drafts = replace(
+        drafts,
+        token=drafts.token.at[where].set(token, mode="drop"),
+        confidence=drafts.confidence.at[where].set(confidence, mode="drop"),
+    )
+    return replace(state, slots=replace(state.slots, drafting=drafts))

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from deepinfer_jax.cache.keys import root_key
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.determinism import require_level
-from deepinfer_jax.engine.device import Device, Flight
+from deepinfer_jax.engine.book import RequestBook
+from deepinfer_jax.engine.constraints import Constraints
+from deepinfer_jax.engine.device import Flight, engine_device
 from deepinfer_jax.engine.draft_policy import draft_policy
 from deepinfer_jax.engine.drafting import plan_drafting
-from deepinfer_jax.engine.output import FinishReason, StreamDelta
+from deepinfer_jax.engine.output import StreamDelta
+from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.profile import measured_corrections
 from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.request import Request, request_factory
@@ -37,6 +40,8 @@ from deepinfer_jax.engine.snapshot import pack_request, unpack_request
 from deepinfer_jax.engine.stats import DraftCounts, EngineStats, collect_stats
 from deepinfer_jax.engine.trace import Trace
 from deepinfer_jax.errors import ConfigError, InputError
+from deepinfer_jax.grammar.compiler import GrammarCompiler
+from deepinfer_jax.grammar.masks import MaskRows
 from deepinfer_jax.loading import Model, fits_expanded
 from deepinfer_jax.model.params import same_form
 from deepinfer_jax.sampling.edits import GRAMMAR
@@ -70,10 +75,7 @@ class Engine:
         size = drafting.size if drafting else 0
         self.capacity = engine_capacity(self.config, runtime, size)
         self._weights = self._numbers = 0
-        self._requests: dict[str, Request] = {}
-        self._owner: dict[Sequence, Request] = {}
         self._flights: deque[Flight] = deque()
-        self._has_ended = False  # a sequence, since requests that are done were last returned
         self._last_read = 0.0
         self.counters: Counter[str] = Counter()
         self.trace = Trace(clock)
@@ -86,9 +88,10 @@ class Engine:
         self.scheduler = Scheduler(
             limits, blocks, draft_policy(runtime, size, self.config, limits.layouts)
         )
+        self._book = RequestBook(self.scheduler, self.counters, clock)
         self.drafts = DraftCounts(size)
         self._factory = request_factory(model, runtime, records=True)
-        self._device = Device(
+        self.device = self._device = engine_device(
             self.config,
             self._expanded(model.params),
             self.capacity.layout,
@@ -97,6 +100,11 @@ class Engine:
             alternatives=min(runtime.max_logprobs, self.config.vocab_size),
             hashes=runtime.record == "logits",
         )
+        compiler = GrammarCompiler(
+            model.tokenizer, self.config, seconds=float(runtime.grammar_seconds)
+        )
+        prepare = lambda: self._device.masked_work(limits.layouts)  # noqa: E731
+        self._constraints = Constraints(self._book, compiler, prepare, size, self.config.vocab_size)
 
     def submit(
         self,
@@ -131,11 +139,7 @@ class Engine:
         seed: int,
         output_ids: Items[int],
     ) -> Request:
-        names = map(str, count(self._numbers))  # a restored request may have the first ones
-        unused = (name for name in names if name not in self._requests)
-        name = next(unused) if request_id is None else request_id
-        if name in self._requests:
-            raise InputError(f"request_id must not be in use, {name!r} is")
+        name = self._book.name(request_id, self._numbers)
         options = (f"replay={self.runtime.replay}", f"keep={self.runtime.replay_keep_tokens}")
         request = self._factory.build(
             self._numbers,
@@ -151,30 +155,36 @@ class Engine:
         )
         self._numbers += 1
         request.sink = sink
-        self._requests[name] = request
+        self._book.add(request)
+        if params.grammar is None:
+            self._queue(request)
+        else:
+            self._constraints.add(request)
+        return request
+
+    def _queue(self, request: Request) -> None:
         for sequence in request.sequences:
-            self._owner[sequence] = request
             self.scheduler.add(sequence)
             if sequence.room == 0 and not sequence.output.needs_prompt_scores:
-                self._end(sequence, "length")
-        self.counters["requests"] += 1
-        return request
+                self._book.end(sequence, "length")
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with reason "abort"; returns whether it was running or queued."""
-        request = self._requests.get(request_id)
-        for sequence in request.sequences if request else ():
-            self._end(sequence, "abort")
-        return request is not None
+        return self._book.abort(request_id)
 
     def abort_all(self) -> None:
         """Ends every request with reason "abort"."""
-        for name in tuple(self._requests):
+        for name in tuple(self._book.requests):
             self.abort(name)
 
     def check(self, ids: Items[int], params: SamplingParams, name: str = "") -> None:
-        """Raises InputError or TokenizerError for a request that `submit` would refuse."""
+        """Raises InputError or TokenizerError for a request that `submit` would refuse.
+
+        Waits until a grammar is compiled: GrammarError, if it cannot be.
+        """
         self._factory.check(ids, params, name)
+        if params.grammar is not None:
+            self._constraints.check(params.grammar)
 
     def fork(
         self, request_id: str, params: SamplingParams, /, *, child: int = 0, **options: Any
@@ -186,7 +196,7 @@ class Engine:
         Raises:
             InputError: no such request is running, or `params` cannot be honoured.
         """
-        request = self._requests.get(request_id)
+        request = self._book.requests.get(request_id)
         if request is None or not 0 <= child < len(request.sequences):
             raise InputError(f"only a running completion can be forked, got {request_id!r}")
         parent = request.sequences[child]
@@ -195,7 +205,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step is in flight."""
-        return bool(self._requests or self._flights)
+        return bool(self._book.requests or self._flights)
 
     def step(self) -> list[Request]:
         """Plans and dispatches a step, reads what is due; returns the requests that are done now.
@@ -203,21 +213,35 @@ class Engine:
         With nothing to dispatch, the oldest step in flight is read.
         """
         with jax.transfer_guard("disallow"):
-            self._expire()
+            self._book.expire()
+            if self._constraints.is_waiting:
+                is_idle = not (self._flights or self.scheduler.active or self.scheduler.waiting)
+                for request in self._constraints.admit(is_idle=is_idle):
+                    self._queue(request)
             with self.trace.span("plan"):
                 plan = self.scheduler.plan()
             if plan is not None:
                 for sequence in plan.admitted:
-                    request = self._owner[sequence]
+                    request = self._book.owner[sequence]
                     request.admitted = request.admitted or self.clock()
+                fill = partial(self._masks, plan) if plan.is_constrained else None
+                options = {} if fill is None else {"fill": fill}
                 with self.trace.span("dispatch", rows=plan.rows, tokens=len(plan.emits)):
-                    self._flights.append(self._device.dispatch(plan, self.clock()))
+                    flight = self._device.dispatch(plan, self.clock(), **options)
+                self._flights.append(flight)
             due = self.runtime.async_depth if plan is not None else len(self._flights) - 1
             while self._flights and len(self._flights) > max(due, 0):
                 self._read(self._flights.popleft())
         if self.runtime.check:
             self.scheduler.check()
-        return self._finished()
+        return self._book.finished()
+
+    def _masks(self, plan: StepPlan) -> MaskRows:
+        """Returns the masks of a step whose network runs already, after all steps before it."""
+        while self._flights:
+            self._read(self._flights.popleft())
+        with self.trace.span("mask"):
+            return self._constraints.masks(plan)
 
     def drain(self) -> list[Request]:
         """Runs until nothing is left; returns all requests that finished."""
@@ -235,7 +259,7 @@ class Engine:
             now = self.clock()
             self._last_read, busy_since = now, max(self._last_read, flight.dispatched)
             if result.prompt is not None:
-                take_scores(self._owner, plan.chunks, result.prompt)
+                take_scores(self._book.owner, plan.chunks, result.prompt)
             found = round_results(result.rounds, len(plan.emits))
             self.drafts.add(found[: len(plan.spans)])
             self.scheduler.commit(plan, found, now - busy_since)
@@ -244,76 +268,38 @@ class Engine:
                 if sequence.generation == chunk.generation:
                     block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
                     self.scheduler.cache.attach(block, leaves)
-            for (sequence, generation), one in zip(plan.emits, found, strict=True):
+            for place, ((sequence, generation), one) in enumerate(
+                zip(plan.emits, found, strict=True)
+            ):
                 if sequence.generation != generation:
                     continue  # ended or preempted since
                 assert one.generation == generation, f"{one} is not of generation {generation}"
-                self._guard(sequence, self._take, sequence, one, result, now)
+                self._book.guard(sequence, self._take, sequence, one, result, now)
+                if sequence.matcher is not None and sequence.phase is not Phase.DONE:
+                    drafts = result.drafts[place].tolist() if plan.makes_drafts else ()
+                    self._constraints.follow(sequence, one.kept, drafts)
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len
                 if sequence.room == 0 and is_last and sequence.generation == chunk.generation:
-                    self._end(sequence, "length")
+                    self._book.end(sequence, "length")
 
     def _take(self, sequence: Sequence, found: RoundResult, step: StepResult, now: float) -> None:
         """Gives a completion its new tokens, up to a stop string."""
-        request, output = self._owner[sequence], sequence.output
+        request, output = self._book.owner[sequence], sequence.output
         request.first_token = request.first_token or now
         self.counters["tokens"] += push_tokens(output, found, step, sequence.params.logprobs)
         if output.finish_reason is not None:
-            self._end(sequence, output.finish_reason, output.stop_reason)
+            self._book.end(sequence, output.finish_reason, output.stop_reason)
         elif found.code == FAILED:
-            self._end(sequence, "grammar" if found.status == GRAMMAR else "numerical")
+            self._book.end(sequence, "grammar" if found.status == GRAMMAR else "numerical")
         elif found.code == AT_STOP:
-            self._end(sequence, "stop", found.tokens[-1])
+            self._book.end(sequence, "stop", found.tokens[-1])
         elif found.code == AT_LENGTH:
             is_asked = sequence.room == sequence.params.max_tokens
-            self._end(sequence, "length" if is_asked else "capacity")
+            self._book.end(sequence, "length" if is_asked else "capacity")
         elif request.sink is not None:
             request.sink(output.delta())
-
-    def _guard(self, sequence: Sequence, act: Callable[..., None], *arguments: Any) -> None:
-        """Runs a request's own host work; what it raises ends that request alone."""
-        try:
-            act(*arguments)
-        except Exception as error:
-            self._owner[sequence].error = error
-            self.counters["errors"] += 1
-            self._end(sequence, "error")
-
-    def _end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
-        if sequence.phase is Phase.DONE:
-            return
-        self._has_ended = True
-        self.scheduler.end(sequence)
-        if sequence.output.finish_reason is None:
-            sequence.output.end(reason, stop)
-        request = self._owner[sequence]
-        if request.sink is not None:
-            try:
-                request.sink(sequence.output.delta())
-            except Exception as error:
-                request.error = request.error or error
-        self.counters[f"finished_{reason}"] += 1
-
-    def _finished(self) -> list[Request]:
-        if not self._has_ended:
-            return []
-        self._has_ended, now = False, self.clock()
-        done = [request for request in self._requests.values() if request.is_done]
-        for request in done:
-            request.ended = now
-            del self._requests[request.request_id]
-            for sequence in request.sequences:
-                del self._owner[sequence]
-        return done
-
-    def _expire(self) -> None:
-        for request in list(self._requests.values()):
-            limit = request.params.deadline_s
-            if limit is not None and self.clock() - request.submitted >= limit:
-                for sequence in request.sequences:
-                    self._end(sequence, "deadline")
 
     def profile(self, folder: Path | None = None) -> str:
         """Measures what rows cost, for draft_policy="scheduled", unless a file holds it.
@@ -341,13 +327,22 @@ class Engine:
         return note
 
     def _settle(self, what: str) -> None:
-        if self._requests:
+        if self._book.requests:
             raise InputError(f"{what} between requests: drain or abort them first")
         self.drain()  # steps in flight, of requests that have ended
 
     def warm_up(self) -> dict[str, float]:
-        """Compiles every program the engine can need; returns seconds by name."""
-        return self._device.warm_up(self.scheduler.limits.layouts)
+        """Compiles every program the engine can need; returns seconds by name.
+
+        Those of requests with grammars only if `RuntimeConfig.warm_grammars`; the first such
+        request waits for them otherwise, and no other does.
+        """
+        seconds = self._device.warm_up(self.scheduler.limits.layouts)
+        if self.runtime.warm_grammars:
+            begin = time.perf_counter()
+            self._constraints.begin().result()
+            seconds["compiling steps with grammars"] = time.perf_counter() - begin
+        return seconds
 
     def replace_params(self, params: Any) -> None:
         """Uses other weights of the same shapes from the next step on; forgets all prefixes.
@@ -380,7 +375,7 @@ class Engine:
         `restore` continues them, here or in another process: with a seed and at "batch" the
         tokens are those of an uninterrupted run. Requests with n > 1 begin anew.
         """
-        return {"requests": [pack_request(request) for request in self._requests.values()]}
+        return {"requests": [pack_request(request) for request in self._book.requests.values()]}
 
     def restore(self, snapshot: dict[str, Any]) -> list[Request]:
         """Queues the requests of a snapshot.
@@ -395,4 +390,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges as of now."""
-        return collect_stats(self.scheduler, self.drafts, self.counters, len(self._flights))
+        return collect_stats(
+            self.scheduler,
+            self.drafts,
+            self.counters,
+            len(self._flights),
+            self._constraints.stats(),
+        )

@@ -75,7 +75,8 @@ class RequestOutput:
     seed: the one in use, drawn or given: the same request with it gives the same tokens.
     cached_tokens: prompt tokens whose cache rows were reused. prompt_logprobs: float32
     [prompt - 1] of every prompt id after the first; None unless asked for, as are
-    `prompt_top_logprobs`. make_record: see `record`.
+    `prompt_top_logprobs`. make_record: see `record`. warnings: keywords of its schema that are not
+    enforced, if the grammar is not strict.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class RequestOutput:
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    warnings: tuple[str, ...] = ()
     make_record: Callable[[], RunRecord] | None = field(default=None, repr=False, compare=False)
 
     @property

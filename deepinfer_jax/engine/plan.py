@@ -46,7 +46,7 @@ class StepPlan:
     before: device actions ahead of the step, as (name, arguments). emits: (sequence, generation) of
     all that may emit tokens: rounds, then prompts that end. spans: rows of each round at most.
     chunks: prompt rows. checkpoints: chunks after which the window state is saved. rows:
-    prompt_rows, and verify_rows of rounds at most.
+    prompt_rows, and verify_rows of rounds at most. is_constrained: some that emits has a grammar.
     """
 
     layout: PlanLayout
@@ -62,6 +62,7 @@ class StepPlan:
     makes_drafts: bool = False
     wants_logprobs: bool = False
     scores_prompt: bool = False
+    is_constrained: bool = False
 
     @property
     def rows(self) -> int:

@@ -50,7 +50,7 @@ def measured_corrections(
 
 def measure_cost(device: Device, layouts: Items[PlanLayout], *, max_len: int) -> StepCost:
     """Returns the measured curve. No request may run: all slots are used, no block is."""
-    largest, row_step = layouts[-1], device.config.execution.row_tile
+    largest, row_step = layouts[-1], device.config.execution.row_step
     slots, drafts = largest.slots, largest.drafts
     sizes = [layout.rows for layout in layouts]
     if len(sizes) == 1:

@@ -32,7 +32,7 @@ class Request:
 
     sink: called with every delta of every completion; None if nobody watches. prompt_scores:
     (log-probabilities [t - 1], ids [t - 1, k], theirs), while asked for. recorder: of the weights
-    it runs with; None without records.
+    it runs with; None without records. warnings: what its grammar does not enforce.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class Request:
     error: BaseException | None = None
     prompt_scores: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     recorder: Recorder | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -85,6 +86,7 @@ class Request:
             prompt_logprobs=None if scores is None else scores[0],
             prompt_top_logprobs=None if scores is None else top_rows(scores[1], scores[2]),
             make_record=make_record,
+            warnings=self.warnings,
         )
 
 
@@ -228,7 +230,8 @@ class RequestFactory:
             raise InputError("stop strings need text: detokenize=False excludes them")
         self._banned(params)
         self._check_drafts(params)
-        _check_later(params)
+        if params.grammar is not None and self.tokenizer is None:
+            raise TokenizerError("a grammar needs tokenizer.json, and this model has none")
 
     def _check_drafts(self, params: SamplingParams) -> None:
         if params.verify != "exact" and self.config.execution.determinism == "batch":
@@ -287,9 +290,3 @@ def request_factory(
         drafts=drafting.size if drafting else 0,
         recorder=make_recorder(model, runtime) if records else None,
     )
-
-
-def _check_later(params: SamplingParams) -> None:
-    """Raises InputError for what this engine cannot honour yet."""
-    if params.grammar is not None:
-        raise InputError(f"not supported yet: grammar={params.grammar!r}. Leave it at None")

@@ -48,6 +48,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
+        sequence.phase = Phase.WAITING
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def end(self, sequence: Sequence) -> None:
@@ -60,7 +61,7 @@ class Scheduler:
             return
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
-        else:
+        elif sequence.phase is not Phase.COMPILING:
             self._give_up(sequence)
         sequence.phase = Phase.DONE
 
@@ -75,10 +76,11 @@ class Scheduler:
         sequence.computed = sequence.written = sequence.published = 0
         sequence.survivals = ()
         sequence.planned = sequence.produced
+        if sequence.matcher is not None:
+            sequence.matcher.drafts = ()
 
     def _preempt(self, sequence: Sequence) -> None:
         self._give_up(sequence)
-        sequence.phase = Phase.WAITING
         sequence.preemptions += 1
         self.counters["preemptions"] += 1
         self.add(sequence)
@@ -140,8 +142,7 @@ class Scheduler:
         return plan
 
     def _decode(self, plan: StepPlan, parts: PlanParts) -> None:
-        """Plans a round of every running sequence, in order of rank. Kept lean: it runs once a
-        token."""
+        """Plans a round of every running sequence, by rank. Kept lean: it runs once a token."""
         slots: list[int] = []
         chosen: list[Sequence] = []
         for sequence in tuple(self.active):
@@ -159,6 +160,8 @@ class Scheduler:
             slots.append(sequence.slot)
             if sequence.params.logprobs is not None:
                 plan.wants_logprobs = True
+            if sequence.matcher is not None:
+                plan.is_constrained = True
         parts.rounds[: len(slots)] = slots
         plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans)
 
@@ -204,6 +207,7 @@ class Scheduler:
             parts.ends[len(plan.emits) - len(plan.spans)] = row + count - 1
             plan.emits.append((sequence, sequence.generation))
             plan.wants_logprobs |= sequence.params.logprobs is not None
+            plan.is_constrained |= sequence.matcher is not None
             sequence.planned += 1
         if stop == end:
             sequence.phase = Phase.RUNNING

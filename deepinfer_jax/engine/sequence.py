@@ -7,12 +7,14 @@ from enum import StrEnum
 import numpy as np
 
 from deepinfer_jax.engine.completion import CompletionBuilder
+from deepinfer_jax.grammar.matcher import Matcher
 from deepinfer_jax.sampling.params import SamplingParams
 
 
 class Phase(StrEnum):
-    """Where a sequence is: queued, prompt being computed, decoding, ended."""
+    """Where a sequence is: its grammar is not ready, queued, prompt computed, decoding, ended."""
 
+    COMPILING = "compiling"
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
@@ -32,7 +34,8 @@ class Sequence:
     rows planned so far, drafts taken as accepted. written: rows whose step was read. published:
     blocks in the prefix tree. planned: output tokens that planned steps give at least. cuts:
     positions at which a checkpoint is taken. cached: tokens reused at its first admission.
-    survivals: of the drafts of its last rounds that the host has read, newest first.
+    survivals: of the drafts of its last rounds that the host has read, newest first. matcher: of
+    its grammar, at `count` tokens.
     """
 
     number: int
@@ -63,6 +66,7 @@ class Sequence:
     cached: int | None = None
     preemptions: int = 0
     survivals: tuple[np.ndarray, ...] = ()
+    matcher: Matcher | None = None
 
     @property
     def produced(self) -> int:

@@ -10,6 +10,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
 from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.plan import Limits
+from deepinfer_jax.model.share import rows_before_read
 from deepinfer_jax.model.step import plan_length
 
 #: Rows of the smallest plan where programs are few: those of a GPU take long to compile, and fewer
@@ -22,14 +23,14 @@ GPU_CACHE_SHARE = 0.8
 def plan_layouts(
     config: ModelConfig, runtime: RuntimeConfig, capacity: Capacity, drafts: int
 ) -> tuple[PlanLayout, ...]:
-    """Returns the layouts of plans, by rows: one at "batch", where rows beyond the count are free.
+    """Returns the layouts of plans, by rows: one where tiles beyond the count are not computed.
 
-    Otherwise all rows of a plan are computed, so there is one per power of four.
+    Otherwise all rows of a plan are, so there is one per power of four.
     """
-    tile = config.execution.row_tile
+    tile = config.execution.row_step
     most = _most_rows(config, runtime, drafts)
     sizes = [most]
-    if config.execution.determinism != "batch":
+    if not config.execution.is_tiled:
         is_static = config.execution.branches == "static"
         size = plan_length(STATIC_ROWS if is_static else 1, tile)
         sizes = []
@@ -53,7 +54,7 @@ def plan_layouts(
 def _most_rows(config: ModelConfig, runtime: RuntimeConfig, drafts: int) -> int:
     """Returns the rows of the longest plan: all rounds with all drafts, and a prompt row."""
     rounds = runtime.max_seqs * (drafts + 1)
-    return plan_length(max(runtime.max_tokens_per_step, rounds + 1), config.execution.row_tile)
+    return plan_length(max(runtime.max_tokens_per_step, rounds + 1), config.execution.row_step)
 
 
 def engine_limits(
@@ -63,7 +64,7 @@ def engine_limits(
     return Limits(
         layouts=plan_layouts(config, runtime, capacity, drafts),
         budget=runtime.max_tokens_per_step,
-        row_step=config.execution.row_tile,
+        row_step=config.execution.row_step,
         depth=runtime.async_depth,
         prefix_cache=runtime.prefix_cache,
         eos=config.eos_token_id,
@@ -84,8 +85,8 @@ def engine_capacity(config: ModelConfig, runtime: RuntimeConfig, drafts: int) ->
     Raises:
         CapacityError: the budget holds less than one longest sequence.
     """
-    tile = config.execution.row_tile
-    if config.execution.determinism != "batch":
+    tile = rows_before_read(config.execution)
+    if not config.execution.is_tiled:
         tile = _most_rows(config, runtime, drafts)
     device = jax.devices()[0]
     budget = runtime.cache_bytes

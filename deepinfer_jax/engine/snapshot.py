@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepinfer_jax.engine.request import Request
+from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.sampling.params import SamplingParams
 
 
@@ -41,6 +42,8 @@ def unpack_request(saved: dict[str, Any]) -> SavedRequest:
             fields[name] = tuple(fields[name])
     if fields["logit_bias"] is not None:
         fields["logit_bias"] = {int(k): v for k, v in fields["logit_bias"].items()}
+    if fields["grammar"] is not None:
+        fields["grammar"] = Grammar.from_fields(fields["grammar"])
     return SavedRequest(
         request_id=saved["request_id"],
         ids=[int(token) for token in saved["ids"]],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_jax.cache.block_cache import CacheStats
+from deepinfer_jax.engine.constraints import GrammarStats
 from deepinfer_jax.engine.results import RoundResult
 from deepinfer_jax.engine.scheduler import Scheduler
 
@@ -55,7 +56,7 @@ class EngineStats:
     counters: since the start: requests, tokens, steps, rows, preemptions, errors, finished_*.
     waiting, running: sequences. in_flight: steps whose result has not been read. depth: how many
     may be. slots, blocks: capacity. rounds: decoded so far; verified, accepted: their drafts, by
-    position in the round.
+    position in the round. grammar: compilations and masks.
     """
 
     counters: dict[str, int]
@@ -69,12 +70,13 @@ class EngineStats:
     rounds: int
     verified: tuple[int, ...]
     accepted: tuple[int, ...]
+    grammar: GrammarStats
 
     def prometheus(self, prefix: str = "deepinfer") -> str:
         """Returns the Prometheus text exposition of all values."""
         lines: list[str] = []
 
-        def add(name: str, kind: str, samples: Mapping[str, int]) -> None:
+        def add(name: str, kind: str, samples: Mapping[str, int | float]) -> None:
             lines.append(f"# TYPE {prefix}_{name} {kind}")
             lines.extend(f"{prefix}_{name}{label} {value}" for label, value in samples.items())
 
@@ -102,11 +104,20 @@ class EngineStats:
             add("prefix_misses_total", "counter", misses)
         for name in ("free", "kept", "referenced"):
             add(f"blocks_{name}", "gauge", {"": getattr(cache, name)})
+        grammar = self.grammar
+        for name in ("compiled", "failed", "compile_seconds", "mask_seconds", "mask_rows"):
+            add(f"grammar_{name}_total", "counter", {"": getattr(grammar, name)})
+        for name in ("waiting", "stuck"):
+            add(f"grammar_{name}", "gauge", {"": getattr(grammar, name)})
         return "\n".join(lines) + "\n"
 
 
 def collect_stats(
-    scheduler: Scheduler, drafts: DraftCounts, counters: Counter[str], in_flight: int
+    scheduler: Scheduler,
+    drafts: DraftCounts,
+    counters: Counter[str],
+    in_flight: int,
+    grammar: GrammarStats,
 ) -> EngineStats:
     """Returns the state of an engine; counters: of the engine, beside the scheduler's."""
     return EngineStats(
@@ -121,4 +132,5 @@ def collect_stats(
         rounds=drafts.rounds,
         verified=tuple(drafts.verified.tolist()),
         accepted=tuple(drafts.accepted.tolist()),
+        grammar=grammar,
     )

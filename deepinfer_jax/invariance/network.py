@@ -57,7 +57,7 @@ class Lab:
         """Draws the sequences; compiles and runs nothing."""
         self.model, self.params, self.runtime = model, model.params, runtime
         config = self.config = model.config
-        self.tile, self.window = config.execution.row_tile, config.attention.sliding_window
+        self.tile, self.window = config.execution.row_step, config.attention.sliding_window
         self.few = min(self.tile, FEW)
         blocks = [16, *source_ratios(config)]
         given = runtime.block_tokens != RuntimeConfig().block_tokens
@@ -229,11 +229,11 @@ def plan_of(
     wanted: list[int],
     length: int | None = None,
 ) -> Plan:
-    """Returns the plan of a call. At "batch" all have one length; else the next power of four."""
-    rows, tile = _rows(call), config.execution.row_tile
+    """Returns the plan of a call: all of one length if tiles are loops, else of a power of four."""
+    rows, tile = _rows(call), config.execution.row_step
     if length is None:
         length = schedule.shape.rows
-        if config.execution.determinism != "batch":
+        if not config.execution.is_tiled:
             size = plan_length(1, tile)
             while size < len(rows):
                 size *= 4

@@ -3,7 +3,7 @@
 Both wrap the engine's dispatch, because neither the host nor a request sees what they need.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,13 @@ from deepinfer_jax.engine.program import _prepare
 from deepinfer_jax.engine.rows import step_rows
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import EngineState, SlotState
+from deepinfer_jax.grammar.masks import MaskRows
 from deepinfer_jax.invariance.observe import LAST, Seen, collect, observed_names
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.model.step import logits, step
+
+Fill = Callable[[], MaskRows]
 
 
 def force_drafts(engine: Engine, guesses: Mapping[Sequence, Items[int]]) -> None:
@@ -37,7 +40,7 @@ def force_drafts(engine: Engine, guesses: Mapping[Sequence, Items[int]]) -> None
     device, width = engine._device, 1 << engine.max_len.bit_length()
     dispatch = device.dispatch
 
-    def forced(plan: StepPlan, now: float = 0.0) -> Any:
+    def forced(plan: StepPlan, now: float = 0.0, fill: Fill | None = None) -> Any:
         table = np.zeros((engine.runtime.max_seqs + 1, width), np.int32)
         for sequence in engine.scheduler.active:
             guess = guesses.get(sequence, ())[:width]
@@ -45,7 +48,7 @@ def force_drafts(engine: Engine, guesses: Mapping[Sequence, Items[int]]) -> None
         with jax.transfer_guard("allow"):
             slots = _write_drafts(device._state.slots, jax.device_put(table, device._place))
             device._state = replace(device._state, slots=slots)
-        return dispatch(plan, now)
+        return dispatch(plan, now, fill)
 
     device.dispatch = forced
 
@@ -67,7 +70,7 @@ def watch(engine: Engine, sequence: Sequence) -> Seen:
     device, seen = engine._device, {}
     dispatch, names = device.dispatch, observed_names(engine.config)
 
-    def watched(plan: StepPlan, now: float = 0.0) -> Any:
+    def watched(plan: StepPlan, now: float = 0.0, fill: Fill | None = None) -> Any:
         for action, arguments in plan.before:
             getattr(device, action)(*arguments)
         plan.before = []
@@ -90,7 +93,7 @@ def watch(engine: Engine, sequence: Sequence) -> Seen:
             for name, values in zip(LAST, last, strict=True):
                 found = seen.setdefault((None, name), {})
                 found.update((place, values[row].tobytes()) for row, place in keep)
-        return dispatch(plan, now)
+        return dispatch(plan, now, fill)
 
     device.dispatch = watched
     return seen

@@ -20,6 +20,7 @@ from deepinfer_jax.chat.request import prompt_arguments
 from deepinfer_jax.chat.session import prepare_chat, read_chat
 from deepinfer_jax.engine.output import Completion, RequestOutput, TopLogprobs
 from deepinfer_jax.errors import DeepInferError, InputError
+from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.llm import LLM
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import child_seed
@@ -120,6 +121,8 @@ def params_from_json(fields: Mapping[str, Any], usual: SamplingParams) -> Sampli
         if bad:
             raise InputError(f"keys of logit_bias must be token ids, got {bad}")
         found["logit_bias"] = {int(key): value for key, value in bias.items()}
+    if isinstance(found.get("grammar"), dict):
+        found["grammar"] = Grammar.from_fields(found["grammar"])
     try:
         return replace(usual, **found)
     except TypeError as error:  # names the field, and the nearest one that exists

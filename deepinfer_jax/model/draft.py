@@ -5,6 +5,7 @@ one row per sequence. At level "batch" both tiles have a fixed height, so that t
 sequence do not depend on how many are drafted for, on its place among them, or on the others.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from deepinfer_jax.config.model import DraftConfig, ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model import mhc, moe
-from deepinfer_jax.model.attention import core, projections
+from deepinfer_jax.model.attention import by_kernel, core, projections
 from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.draft_heads import Choose, DraftOutput, for_tiles, highest, propose
 from deepinfer_jax.model.layer import layer_at
@@ -141,7 +142,7 @@ def draft_blocks(
 
 def blocks_per_tile(config: ModelConfig) -> int:
     """Returns how many whole blocks one row tile holds; a longer block has several tiles."""
-    return max(1, config.execution.row_tile // draft_settings(config).dspark_block_size)
+    return max(1, config.execution.row_step // draft_settings(config).dspark_block_size)
 
 
 def _padded_size(ops: Ops, config: ModelConfig, count: int) -> int:
@@ -150,7 +151,7 @@ def _padded_size(ops: Ops, config: ModelConfig, count: int) -> int:
     At least two tiles of either loop, for the reason of `plan_length`, and whole ones:
     `dynamic_slice` clamps.
     """
-    if not ops.fixed_order:
+    if not ops.is_tiled:
         return count
     tiles = [
         max(2, -(-count // height)) * height
@@ -169,7 +170,7 @@ def _block_hidden(
 ) -> Float[Array, "s k d"]:
     """Returns the hidden rows of every block, before the final norm."""
     size, total = draft_settings(config).dspark_block_size, anchors.token.shape[0]
-    blocks = blocks_per_tile(config) if ops.fixed_order else total
+    blocks = blocks_per_tile(config) if ops.is_tiled else total
 
     def tile(first: Int[Array, ""] | int, hidden: Float[Array, "s k d"]) -> Float[Array, "s k d"]:
         cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, blocks), anchors)
@@ -181,13 +182,13 @@ def _block_hidden(
         return lax.dynamic_update_slice_in_dim(hidden, found, first, axis=0)
 
     hidden = jnp.zeros((total, size, config.hidden_size), jnp.float32)
-    return for_tiles(ops, blocks, count, tile, hidden)
+    return for_tiles(ops, blocks, ops.agree(count), tile, hidden)
 
 
 def block_rows(config: ModelConfig, anchors: Anchors, valid: Bool[Array, " k"]) -> Rows:
     """Returns the rows of k blocks one after the other, up to whole row tiles."""
     settings, count = draft_settings(config), anchors.token.shape[0]
-    size, tile = settings.dspark_block_size, config.execution.row_tile
+    size, tile = settings.dspark_block_size, config.execution.row_step
     rows = jnp.arange(-(-count * size // tile) * tile, dtype=jnp.int32)
     owner = _owner(rows, size, count)
     place = rows - owner * size
@@ -245,11 +246,14 @@ def _stage(
 ) -> tuple[mhc.Streams, dict[str, Array]]:
     def attend(v: Float[Array, "t d"]) -> tuple[Array, None]:
         place = config.num_hidden_layers + index
+        if ops.kernel("sparse_mla_decode") != "xla":
+            return _kernel_attention(ops, config, layer, v, tile, state, place, anchors), None
         context = read_window(config, state, place, anchors.slot, anchors.last)
         return block_attention(ops, config, layer, v, tile, context), None
 
     def experts(v: Float[Array, "t d"]) -> tuple[Array, None]:
-        return moe.moe_layer(ops, draft_moe(config), layer, index, v, tile.valid)[0], None
+        given = (ops, draft_moe(config), layer, index, v, tile.valid, tile.position)
+        return moe.moe_layer(*given)[0], None
 
     flow, _ = mhc.residual(ops, config, layer.hc_attn, layer.attn_norm, flow, attend)
     flow, _ = mhc.residual(ops, config, layer.hc_ffn, layer.ffn_norm, flow, experts)
@@ -269,22 +273,61 @@ def block_attention(
     Every row sees the window that ends at the last processed position, and its block in both
     directions. A key list is built per block, and read by its rows 64 ranks at a time.
     """
+
+    def mix(q: Array, own: Array, owner: Array) -> Array:
+        own = own.reshape(context[0].shape[0], -1, own.shape[1])
+        keys, valid = core.pad_keys(
+            jnp.concatenate([context[0], own], axis=1),
+            jnp.concatenate([context[1], jnp.ones(own.shape[:2], bool)], axis=1),
+        )
+        parts = keys.reshape(keys.shape[0], -1, core.BLOCK, keys.shape[2]).swapaxes(0, 1)
+        return core.attend_blocks(
+            ops, q, parts, valid[owner], lambda part, mask: part[owner], layer.attn_sink
+        )
+
+    return _mixed_block(ops, config, layer, v, tile, context[0].shape[0], mix)
+
+
+def _kernel_attention(
+    ops: Ops,
+    config: ModelConfig,
+    layer: LayerParams,
+    v: Float[Array, "t d"],
+    tile: Rows,
+    state: CacheState,
+    place: Int[Array, ""] | int,
+    anchors: Anchors,
+) -> Float[Array, "t d"]:
+    """Returns `block_attention` by the named kernel, which reads the window rows itself."""
+
+    def mix(q: Array, own: Array, owner: Array) -> Array:
+        return by_kernel.attend_block(
+            ops, config, state, place, anchors.slot, anchors.last, own, owner, q, layer.attn_sink
+        )
+
+    return _mixed_block(ops, config, layer, v, tile, anchors.slot.shape[0], mix)
+
+
+def _mixed_block(
+    ops: Ops,
+    config: ModelConfig,
+    layer: LayerParams,
+    v: Float[Array, "t d"],
+    tile: Rows,
+    count: int,
+    mix: Callable[[Array, Array, Array], Array],
+) -> Float[Array, "t d"]:
+    """Returns the sub-layer output of the rows of `count` blocks.
+
+    mix: (queries [t, h, c], keys of the blocks' rows in order, block of every row) -> attention.
+    """
     rope = stage_rope(config, tile.position)
     latent = projections.query_latent(ops, config, layer, v)
     q = projections.queries(ops, config, layer, latent, rope)
     # Block keys go through the cache's quantiser like every window row.
     own = ops.q8(projections.window_key(ops, config, layer, v, rope))
-    count, size = context[0].shape[0], draft_settings(config).dspark_block_size
-    own = own[: count * size].reshape(count, size, -1)
-    keys, valid = core.pad_keys(
-        jnp.concatenate([context[0], own], axis=1),
-        jnp.concatenate([context[1], jnp.ones((count, size), bool)], axis=1),
-    )
-    owner = _owner(jnp.arange(v.shape[0]), size, count)
-    parts = keys.reshape(count, -1, core.BLOCK, keys.shape[2]).swapaxes(0, 1)
-    o = core.attend_blocks(
-        ops, q, parts, valid[owner], lambda part, mask: part[owner], layer.attn_sink
-    )
+    size = draft_settings(config).dspark_block_size
+    o = mix(q, own[: count * size], _owner(jnp.arange(v.shape[0]), size, count))
     return projections.output(ops, config, layer, o, rope)
 
 

@@ -130,7 +130,7 @@ def for_tiles(
 
     A bound that is known is at least two: a loop of one trip would be inlined (`plan_length`).
     """
-    if not ops.fixed_order:
+    if not ops.is_tiled:
         return body(0, carry)
     tiles = -(-count // height)
     tiles = tiles if isinstance(tiles, Tracer) else max(2, int(tiles))
@@ -153,7 +153,7 @@ def propose(
     assert settings is not None  # `draft_blocks` has checked both
     assert draft is not None
     total, size, _ = hidden.shape
-    rows = config.execution.row_tile if ops.fixed_order else total
+    rows = config.execution.row_tile if ops.is_tiled else total
 
     def draft_one(
         sequence: Array, place: Array, hidden: Array, previous: Array, memory: Array

@@ -22,8 +22,10 @@ from jaxtyping import Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model.draft import DraftOutput, draft_blocks, draft_params, draft_settings
+from deepinfer_jax.model.on_mesh import over_mesh
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.registry import AnyParams, AnyState, single_sequence
+from deepinfer_jax.model.share import rows_before_read
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.step import logits, plan_length, sequence_plan, step
 
@@ -41,7 +43,7 @@ def score(params: AnyParams, config: ModelConfig, token_ids: TokenIds) -> Float[
         vocabulary.
     """
     ids = check_ids(config, token_ids, minimum=1)
-    return _differentiable(partial(_score, _every_row(config)))(params, ids)
+    return _differentiable(partial(over_mesh, score_ids, _every_row(config)))(params, ids)
 
 
 def hidden_states(
@@ -54,7 +56,7 @@ def hidden_states(
         InputError: as `score`.
     """
     ids = check_ids(config, token_ids, minimum=1)
-    streams, final = _differentiable(partial(_hidden, _every_row(config)))(params, ids)
+    streams, final = _differentiable(partial(over_mesh, _hidden, _every_row(config)))(params, ids)
     return [*streams, final]
 
 
@@ -68,7 +70,8 @@ def draft(params: AnyParams, config: ModelConfig, token_ids: TokenIds) -> DraftO
     draft_settings(config)
     draft_params(params)
     ids = check_ids(config, token_ids, minimum=2)
-    return sequential_vmap(partial(_draft, _every_row(config)))(cast(Params, params), ids)
+    run = partial(over_mesh, _draft, _every_row(config))
+    return sequential_vmap(run)(cast(Params, params), ids)
 
 
 def check_ids(config: ModelConfig, token_ids: TokenIds, *, minimum: int) -> Int[Array, " t"]:
@@ -152,32 +155,35 @@ def _every_row(config: ModelConfig) -> ModelConfig:
     return replace(config, execution=replace(config.execution, replay="off"))
 
 
-def _fresh(config: ModelConfig, tokens: int) -> AnyState:
-    tile = config.execution.row_tile
-    height = tile if config.execution.determinism == "batch" else plan_length(tokens, tile)
+def fresh_cache(config: ModelConfig, tokens: int) -> AnyState:
+    """Returns an empty cache for one sequence of `tokens` tokens in slot 1."""
+    execution = config.execution
+    whole = plan_length(tokens, execution.row_step)
+    height = rows_before_read(execution) if execution.is_tiled else whole
     return single_sequence(config, tokens, row_tile=height)
 
 
-def _score(config: ModelConfig, params: AnyParams, ids: Int[Array, " t"]) -> Float[Array, "t v"]:
-    plan = sequence_plan(ids, config.execution.row_tile)
-    _, hidden, _ = step(params, config, _fresh(config, ids.shape[0]), plan)
+def score_ids(config: ModelConfig, params: AnyParams, ids: Int[Array, " t"]) -> Float[Array, "t v"]:
+    """Returns `score` of checked ids, as every device of a mesh computes it."""
+    plan = sequence_plan(ids, config.execution.row_step)
+    _, hidden, _ = step(params, config, fresh_cache(config, ids.shape[0]), plan)
     return logits(params, config, hidden)[: ids.shape[0]]
 
 
 def _hidden(
     config: ModelConfig, params: AnyParams, ids: Int[Array, " t"]
 ) -> tuple[list[Float[Array, "t m d"]], Float[Array, "t d"]]:
-    plan = sequence_plan(ids, config.execution.row_tile)
-    state = _fresh(config, ids.shape[0])
+    plan = sequence_plan(ids, config.execution.row_step)
+    state = fresh_cache(config, ids.shape[0])
     _, hidden, seen = step(params, config, state, plan, collect=("x_out",))
     count = ids.shape[0]
     return [layer[:count] for layer in seen["x_out"]], hidden[:count]
 
 
 def _draft(config: ModelConfig, params: Params, ids: Int[Array, " t"]) -> DraftOutput:
-    tile, processed = config.execution.row_tile, ids.shape[0] - 1
+    tile, processed = config.execution.row_step, ids.shape[0] - 1
     plan = sequence_plan(ids[:-1], tile)
-    fresh = _fresh(config, processed)
+    fresh = fresh_cache(config, processed)
     state, _, _ = step(params, config, fresh, plan, drafting=True)
     rounds = draft_blocks(
         params,

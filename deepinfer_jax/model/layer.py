@@ -18,6 +18,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model import mhc, moe
 from deepinfer_jax.model.attention.sublayer import attention, index_loss
 from deepinfer_jax.model.engram import gate, hashing
+from deepinfer_jax.model.exchanged import engram_rows
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Role, Rows, branch
@@ -80,7 +81,9 @@ def apply_layer(
         return output, (state_, *rest, v, output)
 
     def experts(v: Float[Array, "t d"]) -> tuple[Array, tuple]:
-        output, ids, weights = moe.moe_layer(ops, config.moe, layer, role.layer, v, tile.valid)
+        output, ids, weights = moe.moe_layer(
+            ops, config.moe, layer, role.layer, v, tile.valid, tile.position
+        )
         return output, (ids, weights, v, output)
 
     streams, rest = mhc.residual(
@@ -132,7 +135,7 @@ def _engram(
         def run() -> Array:
             leaves = jax.tree.map(lambda leaf: leaf[place], replace(memory, tables=()))
             ids = hashing.hash_ids(constants, place, context, pad)
-            found = gate.lookup(memory.tables[place], ids)
+            found = engram_rows(ops, memory.tables[place], ids, tile.valid)
             return gate.inject(ops, config, leaves, found, streams, context[:, 0] >= 0)
 
         return run

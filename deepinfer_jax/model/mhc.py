@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import Float, Int
+from jax import Array
+from jaxtyping import Float
 
 from deepinfer_jax.config.model import MHCConfig, ModelConfig
 from deepinfer_jax.model.params import MHCParams
+from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.ops import Ops
+from pallas_kernels.mhc_pre import reference
 
 Streams = tuple[Float[Array, "t m d"], Float[Array, "t m"]]  # residual streams, next input mix
 
@@ -26,36 +27,20 @@ def mix_coefficients(
     n = mhc.hc_mult
     flat = streams.reshape(streams.shape[0], -1)
     mixed = ops.contract_float32(flat, params.fn) * ops.rms_scale(flat, eps)[:, None]
-    scale, base = params.scale, params.base
-    pre = jax.nn.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + mhc.hc_eps
-    post = 2.0 * jax.nn.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    matrix = mixed[:, 2 * n :] * scale[2] + base[2 * n :]
-    return pre, post, sinkhorn(ops, mhc, matrix.reshape(-1, n, n))
+    kernel = ops.kernel("mhc_pre")
+    if kernel != "xla":
+        return kernels.mhc_pre(mhc, mixed, params.scale, params.base, kernel)
+    return reference.mhc_pre(
+        mixed, params.scale, params.base, n, mhc.hc_eps, lambda matrix: sinkhorn(ops, mhc, matrix)
+    )
 
 
 def sinkhorn(ops: Ops, mhc: MHCConfig, matrix: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
-    """Returns exp(matrix) balanced by alternating row and column steps; ends on a column step.
-
-    The first row step is a softmax plus eps, without a division (model.md 7.1.18).
-    """
-    eps = mhc.hc_eps
-
-    def columns(b: Float[Array, "t m m"]) -> Float[Array, "t m m"]:
-        return b / (ops.fold_sum(b, axis=1)[:, None, :] + eps)
-
-    def rows_then_columns(
-        _: Int[Array, ""] | int, b: Float[Array, "t m m"]
-    ) -> Float[Array, "t m m"]:
-        return columns(b / (ops.fold_sum(b, axis=2)[:, :, None] + eps))
-
-    exponential = jnp.exp(matrix - matrix.max(axis=2, keepdims=True))
-    first = exponential / ops.fold_sum(exponential, axis=2)[:, :, None] + eps
+    """Returns exp(matrix) balanced by alternating row and column steps; ends on a column step."""
     # On a GPU every trip launches kernels and a copy. More steps a trip save launches, but all of
     # them at once took its compiler minutes.
     unroll = 2 if ops.static else 1
-    return lax.fori_loop(
-        0, mhc.hc_sinkhorn_iters - 1, rows_then_columns, columns(first), unroll=unroll
-    )
+    return reference.sinkhorn(matrix, mhc.hc_sinkhorn_iters, mhc.hc_eps, ops.fold_sum, unroll)
 
 
 def collapse(

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import MoEConfig
+from deepinfer_jax.model.exchanged import exchanged_experts, expert_slots
 from deepinfer_jax.model.params import ExpertParams, LayerParams
 from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.ops import Ops
@@ -160,7 +161,7 @@ def grouped_experts(
     Rows are sorted by expert; rows that are not valid come last and reach no expert. `experts`
     lie as they were loaded or as `for_kernels` arranges them.
     """
-    count = moe.n_routed_experts
+    count = experts.w1.shape[1]
     ids = jnp.where(valid[:, None], ids, count)
     # all layers in one stack of experts: a layer's slice would be copied out before the kernel
     stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), experts)
@@ -202,6 +203,33 @@ def every_expert(
     return ops.contract(active, experts.w2.swapaxes(0, 1).reshape(dim, count * width))
 
 
+def selected_experts(
+    ops: Ops,
+    moe: MoEConfig,
+    params: LayerParams,
+    layer: Int[Array, ""] | int,
+    x: Float[Array, "t d"],
+    ids: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    valid: Bool[Array, " t"],
+    position: Int[Array, " t"] | None = None,
+) -> Float[Array, "t k d"]:
+    """Returns the output of every selected expert, wherever it lies, [t, slot, d]."""
+    experts = params.experts
+
+    def here(x: Array, ids: Array, weights: Array, valid: Array) -> Array:
+        grouped = ops.kernel("grouped_matmul") != "xla"
+        given = (ops, moe, experts, layer, x, ids, weights)
+        if ops.static and not grouped and _are_small(experts):
+            return all_experts(*given)
+        return (grouped_experts if grouped else routed_experts)(*given, valid)
+
+    if ops.mesh is None or ops.mesh.expert_parallel == 1:
+        return here(x, ids, weights, valid)
+    slots = expert_slots(params.replicas, ids, position)
+    return exchanged_experts(ops, ops.mesh, experts, here, x, slots, weights, valid)
+
+
 def moe_layer(
     ops: Ops,
     moe: MoEConfig,
@@ -209,10 +237,12 @@ def moe_layer(
     layer: Int[Array, ""] | int,
     v: Float[Array, "t d"],
     valid: Bool[Array, " t"],
+    position: Int[Array, " t"] | None = None,
 ) -> tuple[Float[Array, "t d"], Int[Array, "t k"], Float[Array, "t k"]]:
     """Returns (sub-layer output, expert ids, routing weights) of text rows.
 
-    params: one layer's leaves, its experts still stacked over all layers.
+    params: one layer's leaves, its experts still stacked over all layers. position: of the rows in
+    their sequences, by which replicas of an expert share them; None sends all to the first.
     """
     ids, weights = route(ops, moe, params.gate, params.gate_bias, v)
     x = ops.q8(v)
@@ -220,10 +250,5 @@ def moe_layer(
         leaves = jax.tree.map(lambda leaf: leaf[layer], params.experts)
         routed = every_expert(ops, moe, leaves, x, ids, weights)[:, None]
     else:
-        grouped = ops.kernel("grouped_matmul") != "xla"
-        given = (ops, moe, params.experts, layer, x, ids, weights)
-        if ops.static and not grouped and _are_small(params.experts):
-            routed = all_experts(*given)
-        else:
-            routed = (grouped_experts if grouped else routed_experts)(*given, valid)
+        routed = selected_experts(ops, moe, params, layer, x, ids, weights, valid, position)
     return ops.combine(routed, swiglu(ops, moe, params.shared, x)), ids, weights

@@ -65,7 +65,7 @@ def run_tile(
     if config.execution.replay == "compact":
         kept = tile.valid & (tile.position >= state.floor[tile.slot])
         published = encoder_layers(config) + 1  # the last KV source needs every row
-        trips = jnp.where(kept.any(), config.num_hidden_layers, published)
+        trips = ops.agree(jnp.where(kept.any(), config.num_hidden_layers, published))
         carry, seen = scan_first(layer, (state, start), scanned, trips)
     elif ops.static:
         carry, seen = _one_by_one(layer, (state, start), static_roles(config))
@@ -98,6 +98,7 @@ def _one_by_one(
 
 def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:
     """Writes lengths, and compressed ids to the look-back ring before any row reads it."""
+    tile = tile if tile.whole is None else tile.whole
     length = jnp.where(tile.valid, tile.position + 1, 0)
     state = replace(state, length=state.length.at[tile.slot].max(length))
     if params.engram is None:

@@ -35,6 +35,17 @@ class ExpertParams:
 
 
 @struct.dataclass
+class ReplicaMaps:
+    """Where the copies of an expert lie (parallelism.md 4.1): operands, never constants.
+
+    slots: int32 [.., e, most], places among the stacked experts. count: int32 [.., e].
+    """
+
+    slots: Leaf
+    count: Leaf
+
+
+@struct.dataclass
 class LayerParams:
     """What every layer and every draft stage owns, stacked over layers."""
 
@@ -55,6 +66,7 @@ class LayerParams:
     shared: ExpertParams
     hc_attn: MHCParams
     hc_ffn: MHCParams
+    replicas: Leaf = None  # ReplicaMaps; None: expert e lies in place e
 
 
 @struct.dataclass

@@ -5,6 +5,8 @@ changes (architecture.md 3, determinism.md 12). With `determinism` "off" or "run
 the same layer functions run on all rows at once, through stock XLA.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -14,9 +16,11 @@ from jaxtyping import Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.registry import AnyParams, AnyState, network_of
+from deepinfer_jax.model.share import share_of
 from deepinfer_jax.model.tile import Rows
 from deepinfer_jax.numerics.ops import ops_for
 from pallas_kernels import core
+from sharding.mesh import ROW_AXES
 
 
 @struct.dataclass
@@ -58,6 +62,16 @@ def sequence_plan(ids: Int[Array, " n"], tile: int, *, slot: int = 1, start: int
     )
 
 
+def lengthened(plan: Plan, rows: int) -> Plan:
+    """Returns the plan padded to `rows` rows."""
+    missing = rows - plan.ids.shape[0]
+    if not missing:
+        return plan
+    names = ("ids", "position", "slot", "valid")
+    held = {name: getattr(plan, name) for name in names if getattr(plan, name) is not None}
+    return replace(plan, **{name: jnp.pad(leaf, (0, missing)) for name, leaf in held.items()})
+
+
 def step(
     params: AnyParams,
     config: ModelConfig,
@@ -66,15 +80,22 @@ def step(
     *,
     drafting: bool = False,
     collect: tuple[str, ...] = (),
+    row_axes: tuple[str, ...] = ROW_AXES,
 ) -> tuple[AnyState, Float[Array, "n d"], dict[str, Array]]:
     """Returns (state after the plan's rows, final normed hidden [T, d], collected values).
 
     drafting: also write the draft stages' context rows. collect: names of `apply_layer`'s
-    observations, returned as [layers, T, ...]. Rows beyond `plan.count` are not computed.
+    observations, returned as [layers, T, ...]. row_axes: of the mesh in whose `shard_map` this
+    runs, over which all devices have this plan and this state, and share the rows. Tiles beyond
+    `plan.count` are not computed.
     """
     ops, run = ops_for(config.execution), network_of(config).run_tile
+    asked, ranks = plan.ids.shape[0], 1 if ops.mesh is None else ops.mesh.of(row_axes)
+    height = config.execution.row_tile if ops.is_tiled else -(-asked // ranks)
+    share = share_of(height, ranks, row_axes)
+    tile_rows = ranks * share.rows
+    plan = lengthened(plan, max(2, -(-asked // tile_rows)) * tile_rows if ranks > 1 else asked)
     rows = plan.ids.shape[0]
-    tile_rows = config.execution.row_tile if ops.fixed_order else rows
 
     def body(index: Int[Array, ""] | int, carry: tuple) -> tuple:
         state, hidden, collected = carry
@@ -88,27 +109,31 @@ def step(
             valid &= lax.dynamic_slice_in_dim(plan.valid, start, tile_rows)
         # The barrier keeps row-only work (cos and sin, for one) from being hoisted out of the loop,
         # where it would fuse with other operations and round differently.
-        tile = Rows(*lax.optimization_barrier((*cut, valid)))
+        tile = share.own(Rows(*lax.optimization_barrier((*cut, valid))))
         state, z, seen = run(ops, config, params, state, tile, drafting, collect)
-        hidden = lax.dynamic_update_slice_in_dim(hidden, z, start, axis=0)
+        hidden = lax.dynamic_update_slice_in_dim(hidden, share.joined(z, 0), start, axis=0)
         collected = {
-            name: lax.dynamic_update_slice_in_dim(buffer, seen[name], start, axis=1)
+            name: lax.dynamic_update_slice_in_dim(
+                buffer, share.joined(seen[name], 1), start, axis=1
+            )
             for name, buffer in collected.items()
         }
         return state, hidden, collected
 
     hidden = jnp.zeros((rows, config.hidden_size), jnp.float32)
-    zeros = jnp.zeros((tile_rows,), jnp.int32)
+    zeros = jnp.zeros((share.rows,), jnp.int32)
     blank = Rows(ids=zeros, position=zeros, slot=zeros, valid=zeros > 0)
     shapes = jax.eval_shape(lambda: run(ops, config, params, state, blank, drafting, collect)[2])
     collected = {
         name: jnp.zeros((s.shape[0], rows, *s.shape[2:]), s.dtype) for name, s in shapes.items()
     }
     carry = (state, hidden, collected)
-    if not ops.fixed_order:
-        return body(0, carry)
-    tiles = -(-plan.count // tile_rows)
-    return lax.fori_loop(0, tiles, body, carry)
+    if ops.is_tiled:
+        tiles = ops.agree(-(-plan.count // tile_rows))
+        state, hidden, collected = lax.fori_loop(0, tiles, body, carry)
+    else:
+        state, hidden, collected = body(0, carry)
+    return state, hidden[:asked], {name: found[:, :asked] for name, found in collected.items()}
 
 
 def logits(

@@ -1,6 +1,7 @@
 """What the layer functions work on: one tile of rows, the flow between layers, roles of layers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,12 +23,28 @@ from deepinfer_jax.model.params import Leaf
 
 @struct.dataclass
 class Rows:
-    """One tile: token ids, positions and slots of its rows; invalid rows are padding."""
+    """One tile: token ids, positions and slots of its rows; invalid rows are padding.
+
+    whole: where devices share a tile, the rows of all of them, one device's after the other's.
+    axes: of the mesh, over which they do.
+    """
 
     ids: Leaf  # int32 [t]
     position: Leaf  # int32 [t]
     slot: Leaf  # int32 [t]
     valid: Leaf  # bool [t]
+    whole: Any = None  # Rows [c * t]
+    axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    def shared(self, values: Any) -> tuple["Rows", Any]:
+        """Returns (rows, values) of all that share the tile: what each writes to its cache.
+
+        values: leaves [t, ...] of the rows of this device.
+        """
+        if self.whole is None:
+            return self, values
+        gather = partial(lax.all_gather, axis_name=self.axes, axis=0, tiled=True)
+        return self.whole, jax.tree.map(gather, values)
 
 
 @struct.dataclass

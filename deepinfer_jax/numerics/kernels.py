@@ -1,4 +1,4 @@
-"""Products and norms of the network by named kernels, in terms of what the network passes around.
+"""Operations of the network by named kernels, in terms of what the network passes around.
 
 The network carries float32 arrays that hold checkpoint values: BF16, or Q8 dequantised. Kernels
 read codes and scales. Q8 of dequantised Q8 gives the same values again, so encoding here is exact
@@ -10,11 +10,17 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 
+from deepinfer_jax.config.model import MHCConfig
 from pallas_kernels import core
 
 Weight = Any  # jax.Array or core.QuantArray
+
+
+def is_dense(w: Weight) -> bool:
+    """Says whether a weight is one of the dense products, not an expert's MXFP4."""
+    return not isinstance(w, core.QuantArray) or w.format.startswith("fp8_block")
 
 
 def contract(x: Float[Array, "t i"], w: Weight, implementation: str) -> Float[Array, "t o"]:
@@ -53,6 +59,27 @@ def norm(
 
     row, _, _ = rms_norm_quant(x.astype(jnp.bfloat16), weight, eps, implementation=implementation)
     return row.astype(jnp.float32)
+
+
+def mhc_pre(
+    mhc: MHCConfig,
+    mixed: Float[Array, "t w"],
+    scale: Float[Array, " 3"],
+    base: Float[Array, " w"],
+    implementation: str,
+) -> tuple[Float[Array, "t m"], Float[Array, "t m"], Float[Array, "t m m"]]:
+    """Returns input mix, output gain and residual mixing matrix of the projected streams."""
+    from pallas_kernels.mhc_pre.api import mhc_pre as coefficients
+
+    return coefficients(
+        mixed,
+        scale,
+        base,
+        streams=mhc.hc_mult,
+        iterations=mhc.hc_sinkhorn_iters,
+        eps=mhc.hc_eps,
+        implementation=implementation,
+    )
 
 
 def routed_experts(
@@ -99,3 +126,111 @@ def routed_experts(
     is_routed = (ids.reshape(-1) < count)[:, None]
     found = jnp.where(is_routed, out[groups.slot].astype(jnp.float32), 0.0)
     return found.reshape(rows, slots, -1)
+
+
+def attend(
+    query: Float[Array, "t h c"],
+    window: UInt8[Array, "r w"],
+    window_ids: Int[Array, "t n"],
+    selected: UInt8[Array, "q v"] | None,
+    selected_ids: Int[Array, "t m"] | None,
+    sink: Float[Array, " h"],
+    implementation: str,
+) -> Float[Array, "t h c"]:
+    """Returns attention over rows of caches, rounded once to BF16 (model.md 3.6).
+
+    Args:
+        query: BF16 values.
+        window: cache rows in the window format, all of them.
+        window_ids: the rows of every query's list, -1 for none.
+        selected: a second set of rows, in either format; None for none.
+        selected_ids: its part of the list, behind the first.
+        sink: one logit a head.
+        implementation: of `sparse_mla_decode`.
+    """
+    from pallas_kernels.sparse_mla_decode.api import sparse_mla_decode
+
+    out = sparse_mla_decode(
+        query.astype(jnp.bfloat16),
+        window,
+        window_ids,
+        selected,
+        selected_ids,
+        sink,
+        implementation=implementation,
+    )
+    return out.astype(jnp.float32)
+
+
+def index_scores(
+    query: Float[Array, "t h i"],
+    weight: Float[Array, "t h"],
+    key_codes: UInt8[Array, "p s j"],
+    key_scale: UInt8[Array, "p s g"],
+    pages: Int[Array, "n b"],
+    length: Int[Array, " t"],
+    implementation: str,
+) -> Float[Array, "t s2"]:
+    """Returns the index scores, bfloat16, of every key of a sequence's pages; -inf at >= length.
+
+    Args:
+        query: at the Q4m rounding point.
+        weight: BF16 values, the constant included.
+        key_codes: all pages of the index cache.
+        key_scale: beside them.
+        pages: the pages of a sequence in order, one list for each t / n neighbouring rows.
+        length: visible keys of every row.
+        implementation: of `indexer_logits`.
+    """
+    from pallas_kernels.indexer_logits.api import indexer_logits
+
+    codes, scale = core.quantize_q4m(query)
+    return indexer_logits(
+        codes,
+        scale,
+        weight.astype(jnp.bfloat16),
+        key_codes,
+        key_scale,
+        pages,
+        length,
+        implementation=implementation,
+    )
+
+
+def select_topk(
+    scores: Float[Array, "t s"],
+    k: int,
+    length: Int[Array, " t"],
+    inside: Bool[Array, "t s"] | None,
+    implementation: str,
+) -> Int[Array, "t k"]:
+    """Returns the k best visible indices, ascending, -1 padded; ties to the lower index.
+
+    Args:
+        scores: BF16 values.
+        k: how many.
+        length: visible indices of every row.
+        inside: indices that may be chosen at all; None for all.
+        implementation: of `select_topk`.
+    """
+    from pallas_kernels.select_topk.api import select_topk as select
+
+    scores = scores.astype(jnp.bfloat16)
+    if inside is not None:
+        scores = jnp.where(inside, scores, -jnp.inf)
+    return select(scores, k, length=length, implementation=implementation)
+
+
+def select_blocks(
+    scores: Float[Array, "t s"],
+    length: Int[Array, " t"],
+    block_size: int,
+    topk_blocks: int,
+    implementation: str,
+) -> Bool[Array, "t b"]:
+    """Returns which blocks of indices are kept; scores are BF16 values, as in `select_topk`."""
+    from pallas_kernels.select_topk.api import select_blocks as select
+
+    return select(
+        scores.astype(jnp.bfloat16), length, block_size, topk_blocks, implementation=implementation
+    )

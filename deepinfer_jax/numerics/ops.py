@@ -18,6 +18,8 @@ from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.straight_through import straight_through
 from pallas_kernels import core
 from pallas_kernels.core import stock
+from sharding.exchange import agree
+from sharding.mesh import AXES, MeshSizes, mesh_sizes
 
 Weight = Any  # jax.Array or core.QuantArray
 
@@ -42,14 +44,26 @@ class Ops:
 
     # Implementations other than "xla", as in `ExecutionConfig`.
     kernels: tuple[tuple[str, str], ...] = ()
+    # Sizes of the mesh whose `shard_map` the functions run in; None: one device.
+    mesh: MeshSizes | None = None
 
     def kernel(self, op: str) -> str:
         """Returns the implementation of an op of `pallas_kernels.COVERED`."""
         return dict(self.kernels).get(op, "xla")
 
+    def agree(self, count: Any) -> Any:
+        """Returns the largest of a loop bound over the devices: all run a loop equally often."""
+        return count if self.mesh is None else agree(count, AXES)
+
     @property
-    def _height(self) -> dict[str, int]:
-        """Returns the keyword that a row-tiled primitive needs, none at its default."""
+    def is_tiled(self) -> bool:
+        """Whether the functions are given one tile of rows, or all rows at once."""
+        return self.fixed_order and not self.static
+
+    def _height(self, x: Array) -> dict[str, int]:
+        """Returns the keyword that a row-tiled primitive of x needs, none at its default."""
+        if self.fixed_order and self.static:
+            return {"tile": x.shape[0]}
         return {"tile": self.tile} if self.fixed_order and self.tile != core.ROW_TILE else {}
 
     @property
@@ -57,8 +71,10 @@ class Ops:
         return core if self.fixed_order else stock
 
     def _product(self, name: str, x: Weight, y: Weight) -> Array:
+        if self.fixed_order and self.static:
+            return getattr(core.fixed, name)(x, y, self.tile)
         if self.fixed_order:
-            return getattr(core, name)(x, y, **self._height)
+            return getattr(core, name)(x, y, **self._height(x))
         precision = lax.Precision.DEFAULT if self.training else stock.EXACT
         return getattr(stock, name)(x, y, precision)
 
@@ -69,7 +85,7 @@ class Ops:
         quantised weight only the BF16 rounding of the product means anything.
         """
         kernel = self.kernel("block_scaled_matmul")
-        if kernel != "xla":
+        if kernel != "xla" and kernels.is_dense(w):
             return kernels.contract(x, w, kernel)
         return self._product("contract", x, w)
 
@@ -82,7 +98,7 @@ class Ops:
 
         Rows that choose tokens are few, and are taken in tiles of that height.
         """
-        if self.fixed_order and self.kernel("block_scaled_matmul") == "xla":
+        if self.is_tiled and self.kernel("block_scaled_matmul") == "xla":
             return core.contract(x, w)
         return self.contract(x, w)
 
@@ -121,7 +137,7 @@ class Ops:
 
     def rms_scale(self, x: Float[Array, "t *h d"], eps: float) -> Float[Array, " t *h"]:
         """Returns rsqrt(mean(x^2) + eps) over the last axis."""
-        return self._impl.rms_scale(x, eps, **self._height)
+        return self._impl.rms_scale(x, eps, **self._height(x))
 
     def norm(
         self, x: Float[Array, "t d"], weight: Float[Array, " d"], eps: float
@@ -130,7 +146,7 @@ class Ops:
         kernel = self.kernel("rms_norm_quant")
         if kernel != "xla":
             return kernels.norm(x, weight, eps, kernel)
-        return self.bf16(self._impl.rms_norm(x, weight, eps, **self._height))
+        return self.bf16(self._impl.rms_norm(x, weight, eps, **self._height(x)))
 
     def combine(
         self, expert_out: Float[Array, "t x d"], shared: Float[Array, "t d"]
@@ -166,4 +182,5 @@ def ops_for(execution: ExecutionConfig) -> Ops:
         static=execution.branches == "static",
         tile=execution.row_tile,
         kernels=execution.kernels,
+        mesh=None if execution.mesh is None else mesh_sizes(execution.mesh),
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pallas_kernels
-from deepinfer_jax.config.model import ExecutionConfig
+from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
 from deepinfer_jax.errors import KernelSelectionError
 from pallas_kernels.tables import tile_hash
 
@@ -19,7 +19,12 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {"output_projection": ("xla", "fp8")}
 
 
 def choose_kernels(
-    kernels: Kernels, *, numerics: str, scale_block: int, device_kind: str
+    kernels: Kernels,
+    *,
+    numerics: str,
+    scale_block: int,
+    device_kind: str,
+    widths: pallas_kernels.Widths | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """Returns (op or variant, implementation) for everything that is not "xla", sorted.
 
@@ -28,6 +33,7 @@ def choose_kernels(
         numerics: the mode the model is loaded with.
         scale_block: side of the model's FP8 scale blocks.
         device_kind: the device's name as jax reports it.
+        widths: `attention_widths` of the model; None: every kernel has a form for it.
 
     Raises:
         KernelSelectionError: something was named that does not exist or cannot run.
@@ -44,11 +50,24 @@ def choose_kernels(
             device_kind,
             checkpoint_arithmetic=numerics != "float32",
             scale_block=scale_block,
+            widths=widths,
         )
     except pallas_kernels.KernelUnsupported as error:
         raise KernelSelectionError(*error.fields) from error
     found = dict(chosen) | variants
     return tuple(sorted((op, name) for op, name in found.items() if name != "xla"))
+
+
+def attention_widths(config: ModelConfig) -> pallas_kernels.Widths:
+    """Returns the sizes of a model that decide which kernels have a form for it."""
+    attention, index = config.attention, config.indexer
+    return pallas_kernels.Widths(
+        heads=attention.num_attention_heads,
+        head_dim=attention.head_dim,
+        window=attention.sliding_window,
+        index_heads=index.index_n_heads,
+        index_dim=index.index_head_dim,
+    )
 
 
 def kernel_table(execution: ExecutionConfig) -> dict[str, str]:

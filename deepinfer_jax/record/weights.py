@@ -76,6 +76,13 @@ def _named(params: Any) -> dict[str, Any]:
 
 
 def _leaf_hash(name: str, array: Any) -> bytes:
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        raise InputError(
+            f"a record names weights by their hash, and this process holds a part of {name} only: "
+            "read records in a job of one process"
+        )
     array = np.ascontiguousarray(jax.device_get(array))
     head = f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
     return _sha256(_LEAF, head, array.reshape(-1).view(np.uint8))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from deepinfer_jax.errors import InputError
+from deepinfer_jax.grammar.spec import Grammar
 
 Verify = Literal["exact", "rejection", "block"]
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy
@@ -44,7 +45,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    grammar: Any = None
+    grammar: Grammar | None = None
     max_draft: int | None = None
     verify: Verify = "exact"
     deadline_s: float | None = None
@@ -78,6 +79,11 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise InputError(
                 f"min_tokens must not exceed max_tokens, got {self.min_tokens} > {self.max_tokens}"
+            )
+        if self.grammar is not None and self.ignore_eos:
+            raise InputError(
+                "grammar and ignore_eos exclude each other: a text that is complete must end. "
+                "Leave ignore_eos out"
             )
 
     @property
@@ -155,6 +161,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (_number(lambda x: -2 <= x <= 2), "a number in [-2, 2]"),
     "frequency_penalty": (_number(lambda x: -2 <= x <= 2), "a number in [-2, 2]"),
     "repetition_penalty": (_number(lambda x: 0 < x <= 2), "a number in (0, 2]"),
+    "grammar": (
+        _optional(lambda v: isinstance(v, Grammar)),
+        "None or a deepinfer_jax.Grammar, such as Grammar.json_schema(...)",
+    ),
     "max_draft": (_optional(_integer(0)), "None or an integer >= 0"),
     "verify": (lambda v: v in ("exact", "rejection", "block"), '"exact", "rejection" or "block"'),
     "deadline_s": (_optional(_number(lambda x: x > 0)), "None or a number of seconds > 0"),

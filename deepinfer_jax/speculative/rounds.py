@@ -179,7 +179,7 @@ def _round(
         np.concatenate([anchor[:count, None], drafts[:count]], axis=1).reshape(-1),
         (last[:count, None] + 1 + offset).reshape(-1),
         np.repeat(slot[:count], size + 1),
-        length=plan_length(slots * (size + 1), config.execution.row_tile),
+        length=plan_length(slots * (size + 1), config.execution.row_step),
     )
     state, out = verify(params, config, state, plan)
     chosen = np.asarray(jnp.argmax(out.logits, axis=-1))[: count * (size + 1)]

@@ -110,7 +110,8 @@ TABLE: Mapping[str, Tile | DecodeTile] = MappingProxyType(
         "bf16 few": Tile(cols=64, depth=128, warpgroups=1, stages=5),
         "bf16 few n<2048": Tile(cols=16, depth=128, warpgroups=1, stages=8, out_slots=1),
         "fp8": Tile(stages=5, unroll=4),
-        "fp8 few": Tile(cols=64, warpgroups=1, stages=8, unroll=4),
+        "fp8 few": Tile(cols=64, stages=7, unroll=4),
+        "fp8 m<=64": Tile(cols=32, warpgroups=1, stages=12, unroll=8, ahead=3),
     }
 )
 
@@ -148,6 +149,6 @@ def bf16_tile(n: int, rows: int, itemsize: int, grouped: bool) -> Tile:
 
 def fp8_tile(rows: int) -> Tile:
     """Returns the tile of the FP8 form."""
-    tile = TABLE["fp8 few" if rows <= FEW_TOKENS else "fp8"]
+    tile = TABLE["fp8 m<=64" if rows <= 64 else "fp8 few" if rows <= FEW_TOKENS else "fp8"]
     assert isinstance(tile, Tile)
     return tile

@@ -276,6 +276,10 @@ def _kernel(
     height = tile.rows * tile.warpgroups
     if groups > 1 and tile.share == "x":
         raise KernelError(f"{name}: blocks beside each other may be of two groups, not {tile}")
+    if tile.share == "x" and -(-w.shape[0] // tile.cols) % tile.cluster:
+        raise KernelError(
+            f"{name}: every block of a cluster needs columns, of {w.shape} for {tile}"
+        )
     # every copy of a stage arrives once; every computing warpgroup of every block that shares
     # the stage releases it
     full = plgpu.Barrier(num_arrivals=4 if scales else 2, num_barriers=tile.stages)

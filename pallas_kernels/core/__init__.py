@@ -4,7 +4,7 @@ Import functions as ``from pallas_kernels import core`` and call ``core.contract
 replace an attribute to prove that a checker notices.
 """
 
-from pallas_kernels.core import stock
+from pallas_kernels.core import fixed, stock
 from pallas_kernels.core.codes import (
     decode_e2m1,
     decode_e4m3,
@@ -76,6 +76,7 @@ __all__ = [
     "fake_q4m",
     "fake_q4n",
     "fake_q8",
+    "fixed",
     "fold_sum",
     "log_softmax",
     "logsumexp",

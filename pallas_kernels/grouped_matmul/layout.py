@@ -93,6 +93,11 @@ class ExpertWords:
     channels: int
     interleaved: bool
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights as they are stored: stacks, rows, channels."""
+        return (*self.words.shape[:-4], self.rows, self.channels)
+
 
 def _pad(codes: jax.Array, rows: int, last: int) -> jax.Array:
     return jnp.pad(codes, [(0, rows - codes.shape[0]), (0, last - codes.shape[1])])

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.indexer_logits import reference
+from pallas_kernels.indexer_logits.configs import CHANNELS, HEAD_STEP, MOST_HEADS, TILE_KEYS
 
 OP = "indexer_logits"
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "mosaic_sm90")
 #: Most query rows that may share one list of pages.
 MOST_ROWS = 8
-#: What the kernel is written for: channels of a key, keys of a tile, most heads.
-CHANNELS, TILE_KEYS, MOST_HEADS = 128, 64, 32
 
 
 def indexer_logits(
@@ -56,12 +55,12 @@ def indexer_logits(
     if implementation == "xla":
         return reference.indexer_logits(*arguments)
     heads, channels, keys = query_codes.shape[1], 2 * key_codes.shape[2], key_codes.shape[1]
-    if channels != CHANNELS or keys % TILE_KEYS or heads % 8 or heads > MOST_HEADS:
+    if channels != CHANNELS or keys % TILE_KEYS or heads % HEAD_STEP or heads > MOST_HEADS:
         raise KernelUnsupported(
             OP,
             implementation,
             f"it takes keys of {CHANNELS} channels, pages of a multiple of {TILE_KEYS} keys and "
-            f"8 to {MOST_HEADS} heads in steps of 8",
+            f"{HEAD_STEP} to {MOST_HEADS} heads in steps of {HEAD_STEP}",
             f"{channels} channels, {keys} keys, {heads} heads",
             'name "xla"',
         )

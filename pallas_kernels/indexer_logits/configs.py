@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+#: What the kernel is written for: channels of a key, keys of a tile, most heads and their steps.
+CHANNELS, TILE_KEYS, MOST_HEADS, HEAD_STEP = 128, 64, 32, 8
+
 
 @dataclass(frozen=True)
 class IndexerConfig:
@@ -20,5 +23,5 @@ class IndexerConfig:
 
 #: By the query rows that share their keys: one row, or up to eight.
 TABLE: Mapping[str, IndexerConfig] = MappingProxyType(
-    {"one row": IndexerConfig(keys=1024), "rows": IndexerConfig(keys=1024)}
+    {"one row": IndexerConfig(1024, warpgroups=1), "rows": IndexerConfig(1024, warpgroups=1)}
 )

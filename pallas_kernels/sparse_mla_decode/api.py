@@ -9,13 +9,13 @@ from jax.core import Tracer
 
 from pallas_kernels.errors import KernelError, KernelUnsupported, require_named
 from pallas_kernels.sparse_mla_decode import reference
-from pallas_kernels.sparse_mla_decode.configs import TABLE
+from pallas_kernels.sparse_mla_decode.configs import DIM, HEADS, TABLE
 from pallas_kernels.sparse_mla_decode.reference import BLOCK
 
 OP = "sparse_mla_decode"
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "mosaic_sm90")
-#: What the Hopper kernel covers: channels of a row, heads of a block of threads, ranks of a set.
-KERNEL_DIM, KERNEL_HEADS, KERNEL_RANKS = 512, 64, 2048
+#: Most ranks of a set that the Hopper kernel covers.
+KERNEL_RANKS = 2048
 #: Persistent grid of the interpreter, where every block is a set of Python threads.
 _INTERPRETER_SMS = 2
 
@@ -148,11 +148,11 @@ def _check_kernel(
     q: jax.Array, window_ids: jax.Array, selected_ids: jax.Array | None, implementation: str
 ) -> None:
     ranks = [ids.shape[1] for ids in (window_ids, selected_ids) if ids is not None]
-    if q.shape[2] != KERNEL_DIM or q.shape[1] % KERNEL_HEADS or not q.shape[1]:
+    if q.shape[2] != DIM or q.shape[1] % HEADS or not q.shape[1]:
         raise KernelUnsupported(
             OP,
             implementation,
-            f"it takes {KERNEL_DIM} channels and a multiple of {KERNEL_HEADS} heads",
+            f"it takes {DIM} channels and a multiple of {HEADS} heads",
             f"q {q.shape}",
             "use implementation='xla'",
         )

@@ -1,7 +1,6 @@
 """Shapes of sparse attention: short lists for the interpreter, the rows of kernels.md 4.1."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -57,17 +56,15 @@ def compile_cases(arch: str) -> list[tuple[str, Callable[..., Any], list[Any]]]:
     from pallas_kernels.sparse_mla_decode import pallas_sm90
 
     variants = [(row_bytes, config, lse) for row_bytes, config in TABLE.items() for lse in (0, 1)]
-    alone = replace(TABLE[Q4N_BYTES], exchange=False)
     cases = []
-    for row_bytes, config, with_lse in [*variants, (Q4N_BYTES, alone, 0)]:
+    for row_bytes, config, with_lse in variants:
         spec = _spec("", 384, HEADS, _sets(384, row_bytes, SELECTED), "real")
         q, *sets, sink = (
             jax.ShapeDtypeStruct(shape, dtype)
             for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
         fn = pallas_sm90.build(config, with_lse=bool(with_lse))
-        way = "" if config.exchange else ", no exchange"
-        label = f"selected row of {row_bytes} bytes{', lse' if with_lse else ''}{way}"
+        label = f"selected row of {row_bytes} bytes{', lse' if with_lse else ''}"
         cases.append((label, fn, [q, sink, *sets]))
     return cases
 
@@ -115,16 +112,19 @@ def work(
     return flop, float(tokens * (cache + 4 * heads * DIM))
 
 
-def _bench_case(tokens: int, selected_bytes: int) -> BenchCase:
+def _bench_case(
+    tokens: int, selected_bytes: int, heads: int = HEADS, selected: int = SELECTED
+) -> BenchCase:
     def make(seed: int) -> tuple[Any, ...]:
-        return random_arguments(seed, tokens, HEADS, SELECTED, selected_bytes)
+        return random_arguments(seed, tokens, heads, selected, selected_bytes)
 
     def run(implementation: str, *args: Any) -> jax.Array:
         return api.sparse_mla_decode(*args, implementation=implementation)
 
-    flop, moved = work(tokens, HEADS, SELECTED, selected_bytes)
+    flop, moved = work(tokens, heads, selected, selected_bytes)
+    form = "q4n" if selected_bytes == Q4N_BYTES else "q8"
     return BenchCase(
-        name=f"{'q4n' if selected_bytes == Q4N_BYTES else 'q8'} t={tokens}",
+        name=f"{form} t={tokens} heads={heads} ranks={WINDOW}+{selected}",
         make=make,
         run=run,
         implementation="mosaic_sm90",
@@ -135,5 +135,11 @@ def _bench_case(tokens: int, selected_bytes: int) -> BenchCase:
 
 
 def bench_cases() -> list[BenchCase]:
-    """Returns verification and decode steps with both forms of selected rows."""
-    return [_bench_case(tokens, size) for tokens in (384, 64) for size in (Q4N_BYTES, Q8_BYTES)]
+    """Returns steps with both forms of selected rows, and the eight cases of kernels.md 12."""
+    steps = [_bench_case(tokens, size) for tokens in (384, 64) for size in (Q4N_BYTES, Q8_BYTES)]
+    batches = (2, 64, 128, 256)  # two query rows a request
+    return steps + [
+        _bench_case(2 * batch, Q8_BYTES, heads, selected)
+        for heads, selected in ((64, 512), (128, 1024))
+        for batch in batches
+    ]

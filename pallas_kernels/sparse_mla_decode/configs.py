@@ -4,25 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+#: What the Hopper kernel is written for: channels of a row, heads of a block of threads, and ranks
+#: of a block, of which a first set has whole ones.
+DIM, HEADS, BLOCK = 512, 64, 64
+
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Launch parameters of one kernel: two warpgroups that multiply, one that gathers.
+    """Launch parameters of one kernel: two warpgroups that multiply, two that gather.
 
     Attributes:
         registers: registers a thread of a multiplying warpgroup may use; at least 168.
-        gather_registers: registers a thread of the gathering warpgroup may use. Twice the first
-            and once the second may not exceed 504, what a block of 384 threads is launched with.
-        batch: rows a warp of the gathering warpgroup keeps in flight: 2, 4 or 8.
-        exchange: whether each multiplying warpgroup computes the scores of half of a block's ranks,
-            and they exchange what they found, or both compute all.
+        gather_registers: registers a thread of a gathering warpgroup may use. The two together may
+            not exceed 256, twice what a block of 512 threads is launched with.
         out_slots: 64-column pieces of output that one warpgroup may have on their way.
     """
 
-    registers: int = 208
-    gather_registers: int = 88
-    batch: int = 4
-    exchange: bool = True
+    registers: int = 184
+    gather_registers: int = 72
     out_slots: int = 1
 
 

@@ -1,7 +1,8 @@
-"""The gathering warpgroup's work in registers: ids, cache rows, and their place in shared memory.
+"""The gathering warpgroups' work in registers: ids, cache rows, and their place in shared memory.
 
-A key block has 64 rows; warp w of the warpgroup handles rows 16 w to 16 w + 15, one row at a time,
-so that a warp reads a row as one run of bytes. Nothing is staged: rows go from global memory to
+A key block has 64 rows. Two warpgroups gather: with one, decoding took twice as long as all the
+rest. Warp w of their eight handles rows 8 w to 8 w + 7, one row at a time, so that a warp reads a
+row as one run of bytes. Nothing is staged: rows go from global memory to
 registers, where they wait until the block's slot is free. Rows of id -1 are not read, and are
 stored as zeros.
 """
@@ -13,20 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._mosaic import plgpu, tiled
-from pallas_kernels.sparse_mla_decode.decode_sm90 import (
-    Word,
-    asm,
-    const,
-    decode_lane,
-    i32,
-    thread_parts,
-)
+from pallas_kernels._registers import Word, asm, const, decode_lane, i32, thread_parts
 
 BLOCK = 64
 DIM = 512
 #: A block in shared memory is two halves of 256 channels.
 HALF = 256
-WARP_ROWS = 16
+#: Warpgroups that gather, behind those that multiply, and rows of a block for each of their warps.
+FIRST_GATHERER, GATHERERS = 2, 2
+WARP_ROWS = 8
 LANE_CHANNELS = 16
 #: Bytes of a row -> registers of codes that a lane holds; a register for the scale comes on top.
 CODE_WORDS = {528: 4, 288: 2}
@@ -128,8 +124,25 @@ def used_blocks(ids: Any) -> tuple[jax.Array, jax.Array]:
     return scan(ids)
 
 
+def gather_parts() -> tuple[Any, Any]:
+    """Returns (warp of all that gather, lane) of the running thread, which is one of theirs."""
+    from jaxlib.mlir.dialects import arith, gpu
+
+    thread = arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
+    mine = arith.subi(thread, const(128 * FIRST_GATHERER))
+    return arith.divui(mine, const(32)), arith.remui(thread, const(32))
+
+
+def _own_row() -> Any:
+    """Returns the row of a block whose id a lane holds."""
+    from jaxlib.mlir.dialects import arith
+
+    warp, lane = gather_parts()
+    return arith.addi(arith.muli(warp, const(WARP_ROWS)), arith.remui(lane, const(WARP_ROWS)))
+
+
 def load_ids(ids: Any) -> jax.Array:
-    """Returns the ids of a warp's 16 rows, one a lane (and once more in lanes 16 to 31).
+    """Returns the ids of a warp's 8 rows, one a lane, repeated over the lanes.
 
     Args:
         ids: int32 [64], a block of one token's ids in global memory.
@@ -139,22 +152,19 @@ def load_ids(ids: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_struct(1))
     def read(_: Any, ref: Any) -> Any:
-        warp, lane = thread_parts()
-        row = arith.addi(arith.muli(warp, const(WARP_ROWS)), arith.remui(lane, const(WARP_ROWS)))
+        row = _own_row()
         place = _at(utils.memref_ptr(ref), arith.muli(row, const(4)))
         return _pack([llvm.load(i32(), place, alignment=4)])
 
     return read(ids)
 
 
-def load_rows(cache: Any, ids: jax.Array, batch: int, first: int) -> jax.Array:
-    """Returns the registers of ``batch`` rows of every warp, from its row ``first`` on.
+def load_rows(cache: Any, ids: jax.Array) -> jax.Array:
+    """Returns the registers of a block's rows, eight of every warp.
 
     Args:
         cache: uint8 [rows, 528 or 288] in global memory.
         ids: what ``load_ids`` returned.
-        batch: rows to read.
-        first: the first of them, counted in the warp.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -164,16 +174,17 @@ def load_rows(cache: Any, ids: jax.Array, batch: int, first: int) -> jax.Array:
     words = CODE_WORDS[row_bytes]
     scale_shift = 1 if words == 4 else 0  # two lanes share an exponent
 
-    # without a valid id the loads are skipped: zero codes with a zero scale
+    # without a valid id the loads are skipped: zero codes with a zero scale. Ordinary loads with
+    # effects: others are moved in front of the fence that they are put behind
     outputs = ", ".join(f"${i}" for i in range(words))
     text = "{ .reg .pred p; " + f"setp.ge.s32 p, ${words + 1}, 0; "
     text += "".join(f"mov.b32 ${i}, 0; " for i in range(words + 1))
-    text += f"@p ld.global.nc.v{words}.b32 {{{outputs}}}, [${words + 2}]; "
-    text += f"@p ld.global.nc.u8 ${words}, [${words + 3}]; }}"
+    text += f"@p ld.global.v{words}.b32 {{{outputs}}}, [${words + 2}]; "
+    text += f"@p ld.global.u8 ${words}, [${words + 3}]; }}"
     constraints = ",".join(["=&r"] * (words + 1) + ["r", "l", "l"])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _registers(1)), return_type=_struct(batch * (words + 1))
+        arg_types=(plgpu.RefType(), _registers(1)), return_type=_struct(WARP_ROWS * (words + 1))
     )
     def read(_: Any, ref: Any, ids: Any) -> Any:
         base = utils.memref_ptr(ref)
@@ -186,7 +197,7 @@ def load_rows(cache: Any, ids: jax.Array, batch: int, first: int) -> jax.Array:
         struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * (words + 1))})>")
         stride = arith.constant(i64, ir.IntegerAttr.get(i64, row_bytes))
         values = []
-        for row in range(first, first + batch):
+        for row in range(WARP_ROWS):
             shuffle = f"shfl.sync.idx.b32 $0, $1, $2, 31, {_FULL_WARP};"
             which = asm(shuffle, "=r,r,n", own, const(row), effects=True)
             start = arith.muli(arith.extsi(i64, which), stride)
@@ -194,7 +205,7 @@ def load_rows(cache: Any, ids: jax.Array, batch: int, first: int) -> jax.Array:
                 llvm.ptrtoint(i64, _at(base, arith.addi(start, part))) for part in (codes, scale)
             ]
             loaded = llvm.inline_asm(
-                struct, [which, *addresses], text, constraints, has_side_effects=False
+                struct, [which, *addresses], text, constraints, has_side_effects=True
             )
             values += [llvm.extractvalue(i32(), loaded, [i]) for i in range(words + 1)]
         return _pack(values)
@@ -210,44 +221,42 @@ def lane_place(warp: Any, lane: Any, row: int) -> tuple[Any, Any]:
     that eight lanes reach all banks.
 
     Args:
-        warp: 0 to 3, numbers or ``Word``.
+        warp: 0 to 7, numbers or ``Word``.
         lane: 0 to 31.
-        row: row of the warp, 0 to 15.
+        row: row of the warp, 0 to 7.
     """
     column = lane // 4  # of tiles: 8 rows x 64 channels, 1 KiB, four side by side in a half
     odd = column & 1
-    piece = (lane % 4 * 2 + odd) ^ (row % 8)
+    piece = (lane % 4 * 2 + odd) ^ row
     half, within = column // 4 * (BLOCK * HALF * 2), column % 4 * 1024
-    tile = half + within + warp * (WARP_ROWS * HALF * 2) + row // 8 * (8 * HALF * 2)
-    return tile + row % 8 * 128 + piece * 16, odd
+    tile = half + within + warp * (WARP_ROWS * HALF * 2)
+    return tile + row * 128 + piece * 16, odd
 
 
-def store_rows(rows: jax.Array, slot: Any, batch: int, first: int) -> None:
+def store_rows(rows: jax.Array, slot: Any) -> None:
     """Decodes what ``load_rows`` returned and writes it to its rows of a block.
 
     Args:
         rows: the registers.
         slot: bfloat16 [2, 64, 256] in shared memory, tiled and swizzled by 128 bytes.
-        batch: rows of every warp.
-        first: the first of them, counted in the warp.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm
 
-    count = rows.shape[0] // batch
+    count = rows.shape[0] // WARP_ROWS
 
     @plgpu.inline_mgpu(
         arg_types=(_registers(rows.shape[0]), plgpu.RefType(tiled(HALF, jnp.bfloat16, 128)))
     )
     def write(_: Any, registers: Any, ref: Any) -> Any:
         base = utils.memref_ptr(ref)
-        warp, lane = thread_parts()
+        warp, lane = gather_parts()
         four = ir.VectorType.get((4,), i32())
         values = _unpack(registers)
-        odd = lane_place(Word(warp), Word(lane), first)[1].value
+        odd = lane_place(Word(warp), Word(lane), 0)[1].value
         swapped = arith.cmpi(arith.CmpIPredicate.ne, odd, const(0))
-        for i in range(batch):
+        for i in range(WARP_ROWS):
             *words, byte = values[i * count : (i + 1) * count]
             half = len(words) // 2
             halves = [words[:half], words[half:]]
@@ -257,7 +266,7 @@ def store_rows(rows: jax.Array, slot: Any, batch: int, first: int) -> None:
                 for own, other in zip(one, two, strict=True)
             ]
             pairs = decode_lane(ordered, byte)
-            place = lane_place(Word(warp), Word(lane), first + i)[0].value
+            place = lane_place(Word(warp), Word(lane), i)[0].value
             for part, address in enumerate((place, arith.xori(place, const(16)))):
                 vector4 = llvm.mlir_undef(four)
                 for j, pair in enumerate(pairs[4 * part : 4 * part + 4]):
@@ -280,8 +289,7 @@ def store_mask(ids: jax.Array, mask: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(_registers(1), plgpu.RefType()))
     def write(_: Any, ids: Any, ref: Any) -> Any:
-        warp, lane = thread_parts()
-        row = arith.addi(arith.muli(warp, const(WARP_ROWS)), arith.remui(lane, const(WARP_ROWS)))
+        row = _own_row()
         missing = arith.cmpi(arith.CmpIPredicate.slt, _unpack(ids)[0], const(0))
         value = arith.select(missing, const(_MINUS_INFINITY), const(0))
         llvm.store(value, _at(utils.memref_ptr(ref), arith.muli(row, const(4))), alignment=4)

@@ -1,6 +1,6 @@
 """Sparse attention on sm_90: one block of threads a query token and 64 heads (kernels.md 4.1).
 
-A gathering warpgroup turns cache rows into bfloat16 key blocks of 64 ranks in shared memory. Two
+Two gathering warpgroups turn cache rows into bfloat16 key blocks of 64 ranks in shared memory. Two
 multiplying warpgroups fold them (fold_sm90.py); each owns 256 of the 512 output channels. Blocks
 are folded in the order of the list with the arithmetic of model.md 3.6: the running maximum moves
 once a block, probabilities are rounded to BF16 against it, the sink joins at the end.
@@ -20,13 +20,28 @@ from jax import lax
 from pallas_kernels._mosaic import H200_SMS, load, pl, plgpu, tiled
 from pallas_kernels.sparse_mla_decode import gather_sm90, reference
 from pallas_kernels.sparse_mla_decode.configs import MlaConfig
-from pallas_kernels.sparse_mla_decode.fold_sm90 import HALF_RANKS, HEADS, ROWS, Blocks, fold, over
-from pallas_kernels.sparse_mla_decode.gather_sm90 import BLOCK, DIM, HALF, WARP_ROWS
+from pallas_kernels.sparse_mla_decode.fold_sm90 import (
+    HALF_RANKS,
+    HEADS,
+    PART,
+    ROWS,
+    Blocks,
+    fold,
+    over,
+)
+from pallas_kernels.sparse_mla_decode.gather_sm90 import (
+    BLOCK,
+    DIM,
+    FIRST_GATHERER,
+    GATHERERS,
+    HALF,
+)
 from pallas_kernels.sparse_mla_decode.reference import LOWEST
 
 SLOTS = 2
 STORE = 64  # columns of one output piece
-_CONSUMERS = 2
+_CONSUMERS = FIRST_GATHERER
+_PART = BLOCK // GATHERERS  # rows of a block that one gathering warpgroup brings
 
 
 class _Set(NamedTuple):
@@ -94,11 +109,10 @@ def _first(bits: jax.Array) -> jax.Array:
 
 
 def _gather_set(
-    launch: _Launch, refs: _Refs, rows: _Set, token: jax.Array, step: jax.Array
+    launch: _Launch, refs: _Refs, rows: _Set, used: Any, token: jax.Array, step: jax.Array
 ) -> jax.Array:
     """Fills a slot with every used block of one set of a token; returns the next step."""
-    batch = launch.config.batch
-    bits, count = launch.used(rows.ids.at[token])
+    bits, count = used
 
     def ids_of(bits: jax.Array) -> jax.Array:
         return gather_sm90.load_ids(rows.ids.at[token, pl.ds(_first(bits) * BLOCK, BLOCK)])
@@ -117,58 +131,64 @@ def _gather_set(
         acquire(step)
         ids = rows.ids[token, pl.ds(_first(bits) * BLOCK, BLOCK)]
         keys = reference.read_rows(rows.cache[...], ids, DIM).astype(jnp.bfloat16)
+        mine = pl.ds((lax.axis_index("wg") - _CONSUMERS) * _PART, _PART)
+        mask = jnp.where(ids >= 0, 0.0, -jnp.inf)
+        first = (lax.axis_index("wg") - _CONSUMERS) * _PART
+        keys = lax.dynamic_slice_in_dim(keys, first, _PART)
         for half in range(2):
-            refs.blocks.keys[_slot(step), half] = keys[:, half * HALF : (half + 1) * HALF]
-        refs.blocks.mask[_slot(step)] = jnp.where(ids >= 0, 0.0, -jnp.inf)
+            columns = slice(half * HALF, (half + 1) * HALF)
+            refs.blocks.keys[_slot(step), half, mine] = keys[:, columns]
+        refs.blocks.mask[_slot(step), mine] = lax.dynamic_slice_in_dim(mask, first, _PART)
         release(_slot(step))
         return bits & (bits - 1), step + 1
 
     def compiled(i: jax.Array, carry: Any) -> Any:
         bits, step, ids, registers = carry
-        rest = bits & (bits - 1)
-        # the next block's ids are on their way while this block is decoded, its first rows too
+        rest, slot = bits & (bits - 1), _slot(step)
+        # on their way while this block is decoded
         following = ids_of(rest) | jnp.where(rest != 0, np.int32(0), np.int32(-1))
-        slot = _slot(step)
-        for first in range(0, WARP_ROWS, batch):
-            after = (first + batch) % WARP_ROWS
-            ahead = gather_sm90.load_rows(rows.cache, ids if after else following, batch, after)
-            if first == 0:
-                acquire(step)
-                gather_sm90.store_mask(ids, refs.blocks.mask.at[slot])
-            gather_sm90.store_rows(registers, refs.blocks.keys.at[slot], batch, first)
-            registers = ahead
+        acquire(step)
+        gather_sm90.store_mask(ids, refs.blocks.mask.at[slot])
+        gather_sm90.store_rows(registers, refs.blocks.keys.at[slot])
+        # the next rows are read behind the fence, which waits for every load before it
         release(slot)
-        return rest, step + 1, following, registers
+        return rest, step + 1, following, gather_sm90.load_rows(rows.cache, following)
 
     if launch.interpret:
         return lax.fori_loop(0, count, interpreted, (bits, step))[1]
     ids = ids_of(bits)
-    registers = gather_sm90.load_rows(rows.cache, ids, batch, 0)
+    registers = gather_sm90.load_rows(rows.cache, ids)
     return lax.fori_loop(0, count, compiled, (bits, step, ids, registers))[1]
 
 
 def _gather(launch: _Launch, refs: _Refs) -> None:
-    """Brings the queries and key blocks of all items of this block."""
+    """Brings the key blocks of all items of this block, and (one warpgroup alone) the queries."""
+    brings_queries = lax.axis_index("wg") == FIRST_GATHERER
 
     def visit(i: jax.Array, step: jax.Array) -> jax.Array:
         token, head = launch.item(i)
 
-        @pl.when(i > 0)
+        @pl.when(brings_queries & (i > 0))
         def _() -> None:
             plgpu.barrier_wait(refs.q_empty)
 
-        for half in range(2):
-            source = refs.q.at[token, pl.ds(head, HEADS), pl.ds(half * HALF, HALF)]
-            plgpu.copy_gmem_to_smem(source, refs.blocks.q.at[half], refs.q_full)
-        for rows in refs.sets:
-            step = _gather_set(launch, refs, rows, token, step)
+        @pl.when(brings_queries)
+        def _() -> None:
+            for half in range(2):
+                source = refs.q.at[token, pl.ds(head, HEADS), pl.ds(half * HALF, HALF)]
+                plgpu.copy_gmem_to_smem(source, refs.blocks.q.at[half], refs.q_full)
+
+        # of all sets at once: a set's ids would be waited for behind the rows of the one before
+        used = [launch.used(rows.ids.at[token]) for rows in refs.sets]
+        for rows, blocks in zip(refs.sets, used, strict=True):
+            step = _gather_set(launch, refs, rows, blocks, token, step)
         return step
 
     mine = launch.mine
     done = lax.fori_loop(0, mine, visit, np.int32(0))
 
     # what was handed over last is waited for once more, so that no barrier is left armed
-    @pl.when(mine > 0)
+    @pl.when(brings_queries & (mine > 0))
     def _() -> None:
         plgpu.barrier_wait(refs.q_empty)
 
@@ -189,7 +209,8 @@ def _finish(refs: _Refs, carry: Any, token: jax.Array, head: jax.Array) -> None:
     denominator = denominator * shrink + jnp.exp(sink - final)
     slots = refs.out_smem.shape[1]
     for i, column in enumerate(range(0, HALF, STORE)):
-        piece = total[:, column : column + STORE]
+        first = column % PART
+        piece = total[column // PART][:, first : first + STORE]
         piece = piece * over(shrink, piece.shape, 0) / over(denominator, piece.shape, 0)
         plgpu.wait_smem_to_gmem(slots - 1 if i else 0, wait_read_only=True)
         staged = refs.out_smem.at[wg, i % slots]
@@ -226,16 +247,17 @@ def _attend(launch: _Launch, refs: _Refs) -> None:
 
         start = (rows_of(LOWEST), rows_of(0.0))
 
-        def accumulate(total: Any) -> Any:
+        def accumulate(*total: Any) -> Any:
             sums = lax.fori_loop(0, count, lambda b, carry: visit_block(b, carry, total)[0], start)
-            return (*sums, total[...])
+            return (*sums, tuple(part[...] for part in total))
 
         if launch.interpret:
-            empty = jnp.zeros((HEADS, HALF), jnp.float32)
+            empty = (jnp.zeros((HEADS, PART), jnp.float32),) * (HALF // PART)
             sums, total = lax.fori_loop(0, count, lambda b, c: visit_block(b, *c), (start, empty))
             folded = (*sums, total)
         else:
-            folded = pl.run_scoped(accumulate, plgpu.ACC((HEADS, HALF), jnp.float32))
+            parts = [plgpu.ACC((HEADS, PART), jnp.float32)] * (HALF // PART)
+            folded = pl.run_scoped(accumulate, *parts)
         plgpu.barrier_arrive(refs.q_empty)
         _finish(refs, folded, token, head)
         return step + count
@@ -278,7 +300,7 @@ def build(
             mine = _Refs(q, sink, rows, out, lse, Blocks(*shared), *handed)
             wg = lax.axis_index("wg")
 
-            @pl.when(wg == _CONSUMERS)
+            @pl.when(wg >= _CONSUMERS)
             def _() -> None:
                 plgpu.set_max_registers(config.gather_registers, action="decrease")
                 _gather(launch, mine)
@@ -294,21 +316,20 @@ def build(
             plgpu.SMEM((SLOTS, 2, BLOCK, HALF), jnp.bfloat16, transforms=wide),
             plgpu.SMEM((SLOTS, BLOCK), jnp.float32),
         ]
-        if config.exchange:
-            narrow = tiled(HALF_RANKS, jnp.bfloat16, 64)
-            scratch += [
-                plgpu.SMEM((2, HEADS, HALF_RANKS), jnp.bfloat16, transforms=narrow),
-                plgpu.SMEM((2, HEADS), jnp.float32),
-                plgpu.SMEM((2, HEADS), jnp.float32),
-                plgpu.Barrier(num_arrivals=_CONSUMERS),
-            ]
+        narrow = tiled(HALF_RANKS, jnp.bfloat16, 64)
+        scratch += [
+            plgpu.SMEM((2, HEADS, HALF_RANKS), jnp.bfloat16, transforms=narrow),
+            plgpu.SMEM((2, HEADS), jnp.float32),
+            plgpu.SMEM((2, HEADS), jnp.float32),
+            plgpu.Barrier(num_arrivals=_CONSUMERS),
+        ]
         shared_count = len(scratch)
         pieces = (_CONSUMERS, config.out_slots, HEADS, STORE)
         scratch += [
             plgpu.SMEM(pieces, jnp.bfloat16, transforms=tiled(STORE, jnp.bfloat16, 128)),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=_CONSUMERS),
-            plgpu.Barrier(num_barriers=SLOTS),
+            plgpu.Barrier(num_arrivals=GATHERERS, num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=SLOTS),
         ]
         out: Any = jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16)
@@ -321,7 +342,7 @@ def build(
             scratch_types=scratch,
             grid=(launch.blocks,),
             grid_names=("sm",),
-            num_threads=_CONSUMERS + 1,
+            num_threads=_CONSUMERS + GATHERERS,
             thread_name="wg",
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=False

@@ -189,7 +189,7 @@ def test_requests_of_different_kinds_share_a_batch(llm):
 @pytest.mark.parametrize(
     ("field", "rule"),
     [
-        ({"grammar": "x"}, "not supported yet: grammar"),
+        ({"grammar": "x"}, "grammar must be None or a deepinfer_jax.Grammar"),
         ({"max_draft": 9}, "max_draft must be at most"),
         ({"verify": "block"}, 'at level "batch"'),
     ],

@@ -63,7 +63,7 @@ def _score(model, ids):
     [
         ({"numerics": "fp8"}, di.ConfigError, "numerics must be one of"),
         ({"determinism": "always"}, di.ConfigError, "determinism must be one of"),
-        ({"mesh": {"dp": 2}}, di.ConfigError, "mesh must be None"),
+        ({"mesh": {"dp": 2}}, di.ConfigError, "needs 2 devices"),
         ({"tp_chunks": 8}, di.ConfigError, "tp_chunks must be None"),
         ({"kernels": "pallas"}, di.KernelSelectionError, "pass kernels=.*pallas_interpret"),
         ({"kernels": "ascend"}, di.KernelSelectionError, "no other implementation"),

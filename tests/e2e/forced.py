@@ -59,8 +59,11 @@ def _write(slots: SlotState, table: jax.Array, confidence: jax.Array) -> SlotSta
 
 
 def force_drafts(engine: Engine, guess: Guess, confidence: float = 1.0) -> None:
-    """Replaces the drafts of all rounds to come; `confidence` is that of each of them."""
-    device = engine._device
+    """Replaces the drafts of all rounds to come; `confidence` is that of each of them.
+
+    Grammars, which must know the drafts that a step verifies, are told them as well.
+    """
+    device, constraints = engine._device, engine._constraints
     dispatch, width = device.dispatch, 1 << engine.max_len.bit_length()
     known: dict[Sequence, Items[int]] = {}
 
@@ -74,12 +77,21 @@ def force_drafts(engine: Engine, guess: Guess, confidence: float = 1.0) -> None:
         slots = _write(state.slots, jnp.asarray(table), jnp.float32(confidence))
         device._state = replace(state, slots=slots)
 
-    def forced(plan, *now):
+    def forced(plan, *now, **options):
         with jax.transfer_guard("allow"):
             write()
-        return dispatch(plan, *now)
+        return dispatch(plan, *now, **options)
 
-    device.dispatch = forced
+    def told(plan):
+        for sequence, _ in plan.emits[: len(plan.spans)]:
+            if sequence.matcher is not None:
+                drafts, first = known[sequence], sequence.produced
+                after = [*drafts[first : first + DRAFTS], *[0] * DRAFTS]
+                sequence.matcher.drafts = tuple(after[:DRAFTS])
+        return masks(plan)
+
+    masks = constraints.masks
+    device.dispatch, constraints.masks = forced, told
 
 
 def mostly_right(truth: Items[int], vocabulary: int, seed: int, right: float = 0.8) -> list[int]:

@@ -136,7 +136,6 @@ def test_a_finished_stream_does_not_abort_the_next_owner_of_its_name(model):
         ([5, 512], LONG, "512 at position 1"),
         ("\ud800", LONG, "valid Unicode"),
         (list(range(128)), LONG, "a sequence may have 128"),
-        ([5], replace(LONG, grammar="x"), "not supported yet"),
         ([5], replace(LONG, bad_words=("two words",)), "must be one token"),
     ],
 )

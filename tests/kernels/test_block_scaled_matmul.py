@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import core
 from pallas_kernels._mosaic import run_interpreted
-from pallas_kernels.block_scaled_matmul import configs, pallas_sm100, ring
+from pallas_kernels.block_scaled_matmul import configs, operand_sm90, pallas_sm100, ring
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul, matmul_bf16, matmul_fp8
 from pallas_kernels.block_scaled_matmul.arg_specs import CASES
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile, Tile
@@ -124,7 +124,7 @@ def test_bf16_body_equals_float64(shape, groups, tile):
     ids=["plain", "two ahead, 160 columns", "cluster, 192 columns", "128 rows", "shared rows"],
 )
 def test_fp8_body_equals_float64(tile):
-    m, n, k = 256, 384, 384
+    m, n, k = 256, 512, 384
     rng = generator(2)
     x, w = e4m3(rng, m, k), e4m3(rng, n, k)
     sx = rng.uniform(0.5, 2, (3, m)).astype(np.float32)
@@ -156,6 +156,24 @@ def test_decode_body_shapes_give_the_same_bits(tile):
 
     plain = run(DecodeTile(tokens=8, stages=3, warpgroups=1))
     np.testing.assert_array_equal(np.asarray(run(tile)), np.asarray(plain))
+
+
+@pytest.mark.parametrize("depth", [128, 256])
+def test_operand_registers_come_from_where_their_codes_lie(depth):
+    # a stage is tiled by 8 rows x 128 bytes; a tile's row is eight pieces of 16 bytes, which are
+    # exchanged by the row's number
+    row, channel = np.meshgrid(np.arange(64), np.arange(depth), indexing="ij")
+    tile = row // 8 * (depth // 128) + channel // 128
+    piece = channel % 128 // 16 ^ row % 8
+    expected = tile * 1024 + row % 8 * 128 + piece * 16 + channel % 16
+    lane = np.arange(32)
+    for warp, lower, line, half, eight in np.ndindex(4, 2, depth // 128, 2, 8):
+        # the A operand of a wgmma: rows lane / 4 and eight more, two columns a lane of eight
+        own = 16 * warp + 8 * lower + lane // 4
+        first = 128 * line + 64 * half + 8 * eight + 2 * (lane % 4)
+        place = operand_sm90.code_place(warp, lane, lower, line, half, eight, depth)
+        np.testing.assert_array_equal(place, expected[own, first])
+        np.testing.assert_array_equal(place + 1, expected[own, first + 1])
 
 
 def test_rows_do_not_see_their_neighbours_or_padding():
@@ -271,6 +289,8 @@ def test_tiles_that_do_not_fit_are_refused():
         matmul_decode(x, w, words, DecodeTile(depth=256))
     with pytest.raises(KernelError, match="may be of two groups"):
         body_bf16(x, w.astype(jnp.bfloat16), Tile(depth=64, cluster=2, share="x"), groups=2)
+    with pytest.raises(KernelError, match="every block of a cluster needs columns"):
+        body_bf16(x, w.astype(jnp.bfloat16), Tile(cols=64, depth=64, cluster=2, share="x"))
     with pytest.raises(KernelError, match="depth of a scale"):
         body_fp8(x.astype(E4M3), jnp.ones((3, 8)), w, jnp.ones((3, 4)), Tile(depth=64))
 
@@ -283,5 +303,5 @@ def test_every_tile_of_the_table_is_chosen_by_some_shape():
         for m in (64, 4096)
         for size in (2, 4)
     }
-    chosen |= {id(configs.fp8_tile(m)) for m in (64, 4096)}
+    chosen |= {id(configs.fp8_tile(m)) for m in (64, 128, 4096)}
     assert chosen == {id(tile) for tile in configs.TABLE.values()}

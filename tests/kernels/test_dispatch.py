@@ -13,12 +13,20 @@ import deepinfer_jax as di
 import pallas_kernels
 from deepinfer_jax.config.model import ExecutionConfig
 from deepinfer_jax.errors import DeepInferError, KernelSelectionError
-from deepinfer_jax.numerics.selection import choose_kernels, kernel_table, kernel_tiles
+from deepinfer_jax.numerics.selection import (
+    attention_widths,
+    choose_kernels,
+    kernel_table,
+    kernel_tiles,
+)
 from pallas_kernels import COVERED, KernelUnsupported, dispatch, tables
 from pallas_kernels.tables import ENTRIES, Entry, arch_of, entries_of, tile_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 H200, B200, CPU, OTHER = "NVIDIA H200", "NVIDIA B200", "cpu", "TPU v5 lite"
+
+WIDE = pallas_kernels.Widths(heads=64, head_dim=512, window=128, index_heads=32, index_dim=128)
+NARROW = pallas_kernels.Widths(heads=8, head_dim=64, window=64, index_heads=8, index_dim=32)
 
 
 @pytest.fixture
@@ -152,6 +160,40 @@ def test_a_model_with_other_scale_blocks_keeps_xla(all_verified):
     assert found["block_scaled_matmul"] == "mosaic_sm90_fp8"
     with pytest.raises(KernelUnsupported, match="32x32 scale blocks"):
         pallas_kernels.resolve({"block_scaled_matmul": "mosaic_sm90"}, H200, scale_block=128)
+
+
+def test_an_op_without_a_form_for_the_model_keeps_xla(all_verified):
+    found = pallas_kernels.resolve("pallas", H200, widths=NARROW)
+    assert {op for op, name in found.items() if name == "xla"} == {
+        "indexer_logits",
+        "sparse_mla_decode",
+    }
+    assert pallas_kernels.resolve(None, H200, widths=NARROW) == found
+    assert "xla" not in pallas_kernels.resolve("pallas", H200, widths=WIDE).values()
+    for op, text in (("sparse_mla_decode", "512 channels"), ("indexer_logits", "128 channels")):
+        assert pallas_kernels.resolve({op: "xla"}, H200, widths=NARROW)[op] == "xla"
+        with pytest.raises(KernelUnsupported, match=text):
+            pallas_kernels.resolve({op: "mosaic_sm90"}, H200, widths=NARROW)
+
+
+@pytest.mark.parametrize(
+    ("op", "field", "value"),
+    [
+        ("sparse_mla_decode", "heads", 96),
+        ("sparse_mla_decode", "head_dim", 576),
+        ("sparse_mla_decode", "window", 100),
+        ("indexer_logits", "index_heads", 12),
+        ("indexer_logits", "index_heads", 64),
+        ("indexer_logits", "index_dim", 64),
+    ],
+)
+def test_each_size_decides(op, field, value):
+    assert tables.misfit(op, WIDE) is None
+    assert tables.misfit(op, replace(WIDE, **{field: value}))
+
+
+def test_the_sizes_of_a_model():
+    assert attention_widths(di.preset("deepseek-v4.1-flash")) == WIDE
 
 
 def test_environment_variables_choose_nothing(none_verified, monkeypatch):

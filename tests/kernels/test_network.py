@@ -16,7 +16,9 @@ from deepinfer_jax.model.attention import projections
 from deepinfer_jax.model.layer import layer_at
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
 from deepinfer_jax.numerics.ops import ops_for
+from deepinfer_jax.numerics.selection import attention_widths
 from pallas_kernels import COVERED, core
+from pallas_kernels.tables import misfit
 
 LAYER = 4
 
@@ -28,7 +30,8 @@ def nano():
 
 def interpreted(config):
     """Returns the config as `load(kernels="pallas_interpret")` gives it."""
-    kernels = tuple((op, "pallas_interpret") for op in sorted(COVERED))
+    widths = attention_widths(config)
+    kernels = tuple((op, "pallas_interpret") for op in sorted(COVERED) if not misfit(op, widths))
     return replace(config, execution=replace(config.execution, kernels=kernels))
 
 
@@ -100,6 +103,17 @@ def test_router_and_experts(nano):
     np.testing.assert_array_equal(np.asarray(other_ids), np.asarray(ids))
     np.testing.assert_allclose(np.asarray(other_weights), np.asarray(weights), rtol=1e-5)
     assert_near(np.asarray(kernel)[:3], np.asarray(xla)[:3])  # the last row is padding
+
+
+def test_dense_kernels_leave_the_experts_to_xla(nano):
+    layer, x, valid = layer_at(nano.params.layers, LAYER), rows(nano.config, 2), jnp.ones(2, bool)
+    kernels = (("block_scaled_matmul", "pallas_interpret"),)
+    config = replace(nano.config, execution=replace(nano.config.execution, kernels=kernels))
+    found, expected = (
+        moe.moe_layer(ops_for(c.execution), c.moe, layer, jnp.int32(LAYER), x, valid)[0]
+        for c in (config, nano.config)
+    )
+    assert_near(np.asarray(found), np.asarray(expected))
 
 
 def test_a_row_keeps_its_bits_among_others(nano):

@@ -7,6 +7,7 @@ arithmetic, in prefill, decode and verification alike.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Shaped
@@ -117,9 +118,8 @@ def _fold_at_once(
     for n in range(count):
         raised.append(jnp.maximum(raised[-1], highest[:, :, n]))
     weight = jnp.exp(scores - jnp.stack(raised[1:], axis=2)[..., None])
-    rounded = ops.bf16(weight).swapaxes(1, 2).reshape(-1, heads, BLOCK)
-    values = ops.contract_values(rounded, keys.reshape(-1, BLOCK, dim))
-    values = values.reshape(rows, count, heads, dim)
+    rounded = ops.bf16(weight).swapaxes(1, 2)
+    values = jax.vmap(ops.contract_values, in_axes=1, out_axes=1)(rounded, keys)
     sums = ops.tree_sum(weight)
     for n in range(count):
         shrink = jnp.exp(raised[n] - raised[n + 1])

@@ -16,6 +16,7 @@ from pallas_kernels import core
 
 KEY_BLOCK = 64  # keys scored at once; scores of different keys never meet, so it is free of bits
 STATIC_KEYS = 2**21  # keys of all rows scored at once where all of them are scored anyhow
+FIXED_BLOCK = 512  # and at level "batch", whose shapes may not follow the capacity
 
 
 def index_query(
@@ -48,11 +49,18 @@ def weigh_heads(
     ops: Ops, config: ModelConfig, dots: Float[Array, "t h s"], weight: Float[Array, "t h"]
 ) -> Float[Array, "t s"]:
     """Returns the index scores of dots of every head with every key."""
-    indexer = config.indexer
-    constant = indexer.index_head_dim**-0.5 * indexer.index_n_heads**-0.5
-    scaled = ops.bf16(weight * constant)
+    scaled = scaled_weights(ops, config, weight)
     weighted = ops.bf16(jax.nn.relu(ops.bf16(dots)) * scaled[:, :, None])
     return ops.bf16(ops.fold_sum(weighted, axis=1))
+
+
+def scaled_weights(
+    ops: Ops, config: ModelConfig, weight: Float[Array, "t h"]
+) -> Float[Array, "t h"]:
+    """Returns the weight of every index head times the constant."""
+    indexer = config.indexer
+    constant = indexer.index_head_dim**-0.5 * indexer.index_n_heads**-0.5
+    return ops.bf16(weight * constant)
 
 
 def select(
@@ -105,7 +113,8 @@ def score_all(
     query, weight = lax.stop_gradient((query, weight))
     size = KEY_BLOCK
     if ops.static:
-        size = max(size, min(STATIC_KEYS // query.shape[0], capacity))
+        most = FIXED_BLOCK if ops.fixed_order else min(STATIC_KEYS // query.shape[0], capacity)
+        size = max(size, most)
     blocks = -(-capacity // size)
 
     def visit(block: Int[Array, ""] | int, scores: Float[Array, "t s"]) -> Float[Array, "t s"]:

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import source_ratios
 from deepinfer_jax.model import rows
-from deepinfer_jax.model.attention import compress, core, indexer, projections, whole
+from deepinfer_jax.model.attention import by_kernel, compress, core, indexer, projections, whole
 from deepinfer_jax.model.attention.window import read_window, write_window
 from deepinfer_jax.model.params import CompressorParams, LayerParams, Params
 from deepinfer_jax.model.rope import rope_frequencies, rope_tables
 from deepinfer_jax.model.state import CacheState, may_close, read_pages, write_pages
 from deepinfer_jax.model.tile import Role, Rows, Selection, branch, may_be
+from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.ops import Ops
 
 Published = tuple[Float[Array, "t c"], Float[Array, "t i"]]  # compressed rows, index keys
@@ -53,6 +54,10 @@ def attention(
     selection = _select(ops, config, params, role, state, selection, tile, v, latent, rope)
     if ops.training:
         mixed = _attend_whole(ops, config, role, state, selection, query, layer.attn_sink)
+    elif ops.kernel("sparse_mla_decode") != "xla":
+        mixed = by_kernel.attend(
+            ops, config, role, state, tile, selection.topk, query, layer.attn_sink
+        )
     else:
         lists = _key_lists(config, role, state, tile, selection.topk)
         keys, valid = (jnp.concatenate(parts, axis=1) for parts in zip(*lists, strict=True))
@@ -116,6 +121,7 @@ def _write_tails(
     role: Role, state: CacheState, tile: Rows, tail: Float[Array, "t 2 c"]
 ) -> CacheState:
     tails = list(state.comp_tail)
+    tile, tail = tile.shared(tail)
     for group, leaf in enumerate(tails):
         if leaf is not None and may_be(role.owner, group):
             slot = jnp.where(tile.valid & (role.owner == group), tile.slot, leaf.shape[1])
@@ -128,8 +134,8 @@ def _write_published(
     config: ModelConfig, role: Role, state: CacheState, tile: Rows, published: Published
 ) -> tuple[CacheState, Published]:
     """Stores the rows of closed groups; returns the state and the values as they will be read."""
-    stored = rows.encode_main(config, published[0])
-    data, scale = rows.encode_index(config, published[1])
+    own = (rows.encode_main(config, published[0]), *rows.encode_index(config, published[1]))
+    tile, (stored, data, scale) = tile.shared(own)
     main, keys, scales = list(state.main), list(state.index_data), list(state.index_scale)
     for group, ratio in enumerate(source_ratios(config)):
         if not may_be(role.owner, group):
@@ -143,7 +149,7 @@ def _write_published(
         if scale is not None and scale_leaf is not None:
             scales[group] = write_pages(scale_leaf, *address, scale, allowed)
     state = replace(state, main=tuple(main), index_data=tuple(keys), index_scale=tuple(scales))
-    return state, (rows.decode_main(config, stored), rows.decode_index(config, data, scale))
+    return state, (rows.decode_main(config, own[0]), rows.decode_index(config, *own[1:]))
 
 
 def _select(
@@ -176,16 +182,20 @@ def _select(
                     (query, weight, whole.index_keys(config, state, role.source, group))
                 )
                 scores = whole.index_scores(ops, config, query, weight, keys)
+            elif ops.kernel("indexer_logits") != "xla":
+                scores = by_kernel.index_scores(
+                    ops, config, role, state, tile, group, query, weight, length
+                )
             else:
                 read = _index_keys(config, role, state, tile, group)
                 scores = indexer.score_all(ops, config, query, weight, read, length, capacity)
             if ratio != candidate_ratio:
-                topk = indexer.select(config, scores, length)
+                topk = _choose(ops, config, scores, length)
                 return Selection(topk=topk, candidates=selection.candidates)
-            found = indexer.candidate_mask(config, scores, length)
+            found = _candidates(ops, config, scores, length)
             mask = jnp.where(role.is_candidate_source == 1, found, selection.candidates)
             inside = indexer.candidate_positions(config, mask, capacity)
-            topk = indexer.select(config, scores, length, inside | (role.uses_candidates == 0))
+            topk = _choose(ops, config, scores, length, inside | (role.uses_candidates == 0))
             return Selection(topk=topk, candidates=mask)
 
         return run
@@ -193,6 +203,32 @@ def _select(
     searches = [search(g, ratio) for g, ratio in enumerate(source_ratios(config))]
     # A recomputing backward pass keeps what bears this name instead of sorting again.
     return checkpoint_name(branch(role.search, lambda: selection, searches), "selection")
+
+
+def _choose(
+    ops: Ops,
+    config: ModelConfig,
+    scores: Float[Array, "t s"],
+    length: Int[Array, " t"],
+    inside: Bool[Array, "t s"] | None = None,
+) -> Int[Array, "t k"]:
+    """Returns `indexer.select`, by the kernel if one is named."""
+    name = ops.kernel("select_topk")
+    if name == "xla":
+        return indexer.select(config, scores, length, inside)
+    return kernels.select_topk(scores, config.indexer.index_topk, length, inside, name)
+
+
+def _candidates(
+    ops: Ops, config: ModelConfig, scores: Float[Array, "t s"], length: Int[Array, " t"]
+) -> Bool[Array, "t b"]:
+    """Returns `indexer.candidate_mask`, by the kernel if one is named."""
+    name, settings = ops.kernel("select_topk"), config.indexer
+    if name == "xla":
+        return indexer.candidate_mask(config, scores, length)
+    return kernels.select_blocks(
+        scores, length, settings.candidate_block_size, settings.candidate_topk_blocks, name
+    )
 
 
 def index_loss(

@@ -34,9 +34,9 @@ def write_window(
     key: Float[Array, "t c"],
 ) -> AnyCache:
     """Returns the state with the tile's window rows in their ring slots; padding is dropped."""
+    tile, stored = tile.shared(rows.encode_window(config, key))
     ring = tile.position % state.window.shape[2]
     slot = jnp.where(tile.valid, tile.slot, state.window.shape[0])
-    stored = rows.encode_window(config, key)
     return replace(state, window=state.window.at[slot, layer, ring].set(stored, mode="drop"))
 
 
@@ -48,10 +48,21 @@ def read_window(
     position: Int[Array, " t"],
 ) -> tuple[Float[Array, "t w c"], Bool[Array, "t w"]]:
     """Returns the window ranks of rows at `position`: keys and which are valid."""
+    ranks, ring = window_places(config, state, layer, slot, position)
+    return rows.decode_window(config, state.window[slot[:, None], layer, ring]), ranks >= 0
+
+
+def window_places(
+    config: ModelConfig,
+    state: AnyCache,
+    layer: Int[Array, ""] | int,
+    slot: Int[Array, " t"],
+    position: Int[Array, " t"],
+) -> tuple[Int[Array, "t w"], Int[Array, "t w"]]:
+    """Returns (positions of the window ranks, -1 for none; their places in the ring)."""
     lowest = first_visible(config, state, layer, slot)
     ranks = window_ranks(position, config.attention.sliding_window, lowest)
-    ring = jnp.maximum(ranks, 0) % state.window.shape[2]
-    return rows.decode_window(config, state.window[slot[:, None], layer, ring]), ranks >= 0
+    return ranks, jnp.maximum(ranks, 0) % state.window.shape[2]
 
 
 def first_visible(

@@ -109,7 +109,7 @@ def _write_tails(
     values = branch(role.group, lambda: empty, [project(group) for group in range(len(ratios))])
     owners = [*range(len(ratios)), *([ratios.index(4)] if 4 in ratios else [])]
     written = [
-        write_tail(leaf, role.source, tile, value, tile.valid & (role.group == owner))
+        write_tail(leaf, role.source, tile, value, role.group == owner)
         for leaf, value, owner in zip(leaves, values, owners, strict=True)
     ]
     tails = tuple(written[: len(ratios)])
@@ -151,13 +151,14 @@ def _publish(
 
     published = branch(role.group, lambda: nothing, [pool(g, r) for g, r in enumerate(ratios)])
     main, keys = list(state.main), state.index_keys
+    tile, written = tile.shared(published)
     for group, ratio in enumerate(ratios):
         closes = may_close(state, tile.slot, tile.position, ratio)
         allowed = tile.valid & (role.group == group) & closes
         address = (state, role.source, tile.slot, tile.position // ratio)
-        main[group] = write_pages(main[group], *address, published[0], allowed)
+        main[group] = write_pages(main[group], *address, written[0], allowed)
         if ratio == 4 and keys is not None:
-            keys = write_pages(keys, *address, published[1], allowed)
+            keys = write_pages(keys, *address, written[1], allowed)
     return replace(state, main=tuple(main), index_keys=keys), published
 
 

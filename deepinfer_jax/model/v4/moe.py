@@ -53,5 +53,6 @@ def moe_layer(
     layer: this layer's leaves, its experts still stacked over all layers.
     """
     ids, weights = route(ops, config, params, layer.gate, role, tile.ids, v)
-    routed = moe.routed_experts(ops, config, layer.experts, role.layer, v, ids, weights, tile.valid)
+    chosen = (ids, weights, tile.valid, tile.position)
+    routed = moe.selected_experts(ops, config, layer, role.layer, v, *chosen)
     return ops.combine(routed, moe.swiglu(ops, config, layer.shared, v)), ids, weights

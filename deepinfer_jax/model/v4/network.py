@@ -30,8 +30,9 @@ def run_tile(
     check_execution(config)
     if drafting:
         raise InputError("draft stages of deepseek_v4 are recognised but not loaded: do not draft")
-    reached = jnp.where(tile.valid, tile.position + 1, 0)
-    state = replace(state, length=state.length.at[tile.slot].max(reached))
+    written = tile if tile.whole is None else tile.whole
+    reached = jnp.where(written.valid, written.position + 1, 0)
+    state = replace(state, length=state.length.at[written.slot].max(reached))
     embedded = params.embed[tile.ids].astype(jnp.float32)
     shape = (tile.ids.shape[0], config.mhc.hc_mult, config.hidden_size)
     streams = jnp.broadcast_to(embedded[:, None], shape)

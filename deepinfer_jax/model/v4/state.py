@@ -111,10 +111,11 @@ def write_tail(
     source: Int[Array, ""],
     tile: Rows,
     value: Float[Array, "t 2 w"],
-    allowed: Bool[Array, " t"],
+    allowed: Bool[Array, ""],
 ) -> Float[Array, "n b p 2 w"]:
-    """Returns the leaf with one compressor row written per allowed row; the others are dropped."""
-    slot = jnp.where(allowed, tile.slot, leaf.shape[1])
+    """Returns the leaf with one compressor row written per valid row, none if not allowed."""
+    tile, value = tile.shared(value)
+    slot = jnp.where(tile.valid & allowed, tile.slot, leaf.shape[1])
     return leaf.at[source, slot, tile.position % leaf.shape[2]].set(value, mode="drop")
 
 

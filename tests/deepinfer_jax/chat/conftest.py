@@ -31,3 +31,20 @@ def encoder(fixtures_dir):
 @pytest.fixture(scope="session")
 def encoder_v4(fixtures_dir, encoder):
     return ChatEncoder(encoder.tokenizer, read_config(fixtures_dir / "tiny_v4"))
+
+
+@pytest.fixture
+def talk(encoder):
+    """A conversation with a model that always says the same."""
+    from rich.console import Console
+
+    from deepinfer_jax.cli.talk import Talk
+    from deepinfer_jax.sampling.params import SamplingParams
+
+    from .test_session import Replay
+
+    replay = Replay(tuple(encoder.tokenizer.encode("why</think>Yes\x1b[2J.").ids))
+    return Talk(
+        llm=replay, encoder=encoder, params=SamplingParams(seed=1), options={"thinking": True},
+        console=Console(stderr=True), is_interactive=False,
+    )  # fmt: skip

@@ -7,10 +7,7 @@ import pytest
 
 from deepinfer_jax.cli import chat as chat_command
 from deepinfer_jax.cli import main as cli
-from deepinfer_jax.sampling.params import SamplingParams
 from tests.golden.ledger import FIXTURES
-
-from .test_session import Replay
 
 MESSAGES = [{"role": "developer", "content": "s"}, {"role": "user", "content": "<think>"}]
 
@@ -94,19 +91,8 @@ def test_ids_of_the_embedded_model_are_named_as_such(capsys):
 )
 def test_tokenize_refuses(arguments, complaint, capsys):
     code, _, err = run(capsys, "tokenize", *arguments)
-    assert code == 2
+    assert code == (3 if "--model" in arguments else 2)
     assert complaint in err
-
-
-@pytest.fixture
-def talk(encoder):
-    from rich.console import Console
-
-    replay = Replay(tuple(encoder.tokenizer.encode("why</think>Yes\x1b[2J.").ids))
-    return chat_command.Talk(
-        llm=replay, encoder=encoder, params=SamplingParams(seed=1), options={"thinking": True},
-        console=Console(stderr=True), is_interactive=False,
-    )  # fmt: skip
 
 
 def lines(monkeypatch, *given):
@@ -124,7 +110,7 @@ def lines(monkeypatch, *given):
 def test_repl_keeps_turns_and_resets(talk, monkeypatch, capsys):
     lines(monkeypatch, "one", "", "two", "/what", "/reset", "three", "/exit", "four")
     talk.reset("S")
-    chat_command.repl(talk, "S")
+    chat_command.repl(talk)
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant"]
     assert talk.messages[1]["content"] == "three"
     assert talk.messages[2]["reasoning_content"] == "why"
@@ -138,7 +124,7 @@ def test_repl_keeps_turns_and_resets(talk, monkeypatch, capsys):
 def test_repl_on_a_terminal_shows_reasoning_and_no_control_codes(talk, monkeypatch, capsys):
     talk.is_interactive = True
     lines(monkeypatch, "one")
-    chat_command.repl(talk, None)
+    chat_command.repl(talk)
     assert capsys.readouterr().out == "why\n\nYes\ufffd[2J.\n"
 
 
@@ -155,7 +141,7 @@ def test_interrupted_or_refused_turn_is_forgotten(talk, monkeypatch, capsys):
     for error, shown in ((KeyboardInterrupt(), "Stopped"), (InputError("too long"), "too long")):
         talk.llm.stream = fail(error)
         lines(monkeypatch, "one", KeyboardInterrupt)
-        chat_command.repl(talk, None)
+        chat_command.repl(talk)
         assert talk.messages == []
         assert shown in capsys.readouterr().err
 

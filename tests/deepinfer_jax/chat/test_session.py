@@ -105,9 +105,8 @@ def test_stop_string_ends_the_engines_stream(encoder, replay):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"response_format": {"type": "json_object"}}, "constrained decoding"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
-         r"\['a'\]\), which needs constrained decoding"),
+         r"\['a'\]\), and arguments of tools are not constrained"),
         ({"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "required"},
          "give thinking=False"),
     ],
@@ -139,3 +138,22 @@ def test_model_streams_what_it_answers(fixtures_dir):
     assert "".join(d.content for d in deltas) == output.text
     assert tuple(t for d in deltas for t in d.token_ids) == output.token_ids
     assert deltas[-1].finish_reason == output.finish_reason
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+
+
+def test_response_format_binds_the_answer_behind_the_reasoning(encoder, replay):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    json_say = "say json"
+    expected = di.Grammar.json_schema(SCHEMA)
+    for start in (chat, stream_chat):
+        list(start(replay, encoder, json_say, response_format=form))
+        assert replay.params[0].grammar == expected.after("</think>")
+        list(start(replay, encoder, json_say, response_format=form, thinking=False))
+        assert replay.params[0].grammar == expected
+        with pytest.raises(InputError, match="give one"):
+            list(start(replay, encoder, json_say, di.SamplingParams(grammar=expected),
+                       response_format=form))  # fmt: skip
+        list(start(replay, encoder, json_say, di.SamplingParams(grammar=di.Grammar.regex("a"))))
+        assert replay.params[0].grammar == di.Grammar.regex("a").after("</think>")

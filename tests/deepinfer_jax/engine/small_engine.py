@@ -41,7 +41,7 @@ def small_engines(
         block_tokens=BLOCK,
     )
     capacity = Capacity(layout=layout, block_bytes=1, slot_bytes=1, available_bytes=100)
-    monkeypatch.setattr(module, "Device", FakeDevice)
+    monkeypatch.setattr(module, "engine_device", FakeDevice)
     monkeypatch.setattr(module, "engine_capacity", lambda config, runtime, drafts: capacity)
     config = tiny_config()
     draft = replace(config.draft, dspark_block_size=drafts or 1)

@@ -1,7 +1,8 @@
 """The step's form for a GPU: no condition or loop bound on data, and the values of the other form.
 
 A GPU waits for the host at every condition and at every loop whose length is data; the form for it
-has neither (`ExecutionConfig.branches`). Both forms run here, at level "run".
+has neither (`ExecutionConfig.branches`). Both forms run here, at level "run"; at level "batch" the
+loop over tiles remains, and bits may not depend on what else the engine does or is laid out for.
 """
 
 from collections import Counter
@@ -28,9 +29,10 @@ WORDS = np.random.default_rng(3).integers(3, 500, 40).tolist()
 
 
 @cache
-def loaded(branches, numerics):
+def loaded(branches, numerics, level="run"):
     found = model(numerics)
-    execution = replace(found.config.execution, determinism="run", branches=branches)
+    tile = {"row_tile": 16} if level == "batch" else {}
+    execution = replace(found.config.execution, determinism=level, branches=branches, **tile)
     return replace(found, config=replace(found.config, execution=execution))
 
 
@@ -113,12 +115,13 @@ def test_hidden_rows_are_those_of_the_other_form(numerics, close, tipped):
     np.testing.assert_array_equal(state.engram_ids, other.engram_ids)
 
 
-REQUESTS = (
-    di.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-    di.SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True, top_p=0.8, top_k=9),
-    di.SamplingParams(
-        temperature=0.7, seed=8, max_tokens=12, ignore_eos=True, logit_bias={5: 2.0}, min_p=0.01
-    ),
+REQUESTS = tuple(
+    di.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, **options)
+    for options in (
+        {"temperature": 0, "prompt_logprobs": 1},
+        {"temperature": 1, "seed": 7, "top_p": 0.8, "top_k": 9},
+        {"temperature": 0.7, "seed": 8, "logit_bias": {5: 2.0}, "min_p": 0.01},
+    )
 )
 
 
@@ -142,6 +145,26 @@ def test_tokens_with_drafts_are_those_of_the_other_form():
         [wanted.prompt_logprobs[place] for place in known],
         atol=1e-4,
     )
+
+
+def test_bits_at_batch_are_those_of_lone_requests_in_an_engine_laid_out_otherwise():
+    this = loaded("static", "checkpoint", "batch")
+    outputs = []
+    for options in ({"max_seqs": 3, "max_len": 96}, {"max_seqs": 5, "max_len": 160}):
+        engine = Engine(this, replace(RUNTIME, drafting=options["max_seqs"] == 3, **options))
+        found = []
+        for n, params in enumerate(REQUESTS):
+            found.append(engine.submit(WORDS[: 9 + 7 * n], params))
+            if options["max_seqs"] == 5:
+                engine.drain()
+        engine.drain()
+        outputs.append([request.output() for request in found])
+    for one, other in zip(*outputs, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_array_equal(one.prompt_logprobs, other.prompt_logprobs)
+    scores = np.asarray(di.score(this.params, this.config, jnp.asarray(WORDS[:9])))
+    assert outputs[0][0].token_ids[0] == scores[-1].argmax()
 
 
 def test_attention_over_all_blocks_at_once_is_the_fold_over_them():

@@ -7,43 +7,36 @@ Callers send it messages; what it finds goes back to each caller's event loop on
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from deepinfer_jax.async_llm.call import (
+    Call,
+    Grown,
+    News,
+    RequestStream,
+    deliver,
+    failed,
+    newly_admitted,
+)
+from deepinfer_jax.chat.encode import ChatEncoder
 from deepinfer_jax.chat.messages import Messages
 from deepinfer_jax.chat.parse import ChatDelta, ChatParser
-from deepinfer_jax.chat.session import prepare_chat, read_delta, stream_params
+from deepinfer_jax.chat.session import prepare_answer, read_chat_stream, stream_params
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
 from deepinfer_jax.engine.request import Request, request_factory
 from deepinfer_jax.engine.stats import EngineStats
-from deepinfer_jax.errors import DeepInferError, InputError
+from deepinfer_jax.errors import DeepInferError, GrammarError, InputError
 from deepinfer_jax.llm import LLM, Prompt
 from deepinfer_jax.loading import Model
 from deepinfer_jax.sampling.params import SamplingParams
-
-_News = StreamDelta | RequestOutput | BaseException
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A request as its caller sees it.
-
-    news: deltas if `is_streamed`, then the output or what went wrong; touched in `loop` alone.
-    """
-
-    name: str
-    ids: list[int]
-    params: SamplingParams
-    is_streamed: bool
-    loop: asyncio.AbstractEventLoop
-    news: "asyncio.Queue[_News]" = field(default_factory=asyncio.Queue)
 
 
 class AsyncLLM:
@@ -51,10 +44,8 @@ class AsyncLLM:
 
     source, runtime, load_options: as `LLM`. Loading blocks; the engine is made by the worker thread
     at first use. Callers may live in several event loops and threads. Tokens are those of
-    `LLM.generate`.
-
-    An error of the engine itself reaches every waiting caller and every later one; only `close` is
-    left then.
+    `LLM.generate`. An error of the engine itself reaches every waiting caller and every later one;
+    only `close` is left then.
 
     Raises:
         DeepInferError: as `load`.
@@ -74,17 +65,49 @@ class AsyncLLM:
         self._inbox: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
         # Guards the next five. With it, no message comes after the None that ends the worker.
         self._lock = threading.Lock()
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._futures: set[Future[Any]] = set()
         self._worker: threading.Thread | None = None
         self._is_closed = False
         self._failure: BaseException | None = None
-        self._outbox: list[tuple[_Call, _News]] = []  # of the worker
+        self._outbox: list[tuple[Call, News]] = []  # of the worker, as the next three
+        self._queued: list[tuple[Call, Request]] = []
+        self._busy_since: float | None = None
 
     @property
     def model(self) -> Model:
         """The loaded model."""
         return self._llm.model
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        """How it is run."""
+        return self._llm.runtime
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence, prompt and completion together."""
+        return self._llm.max_len
+
+    @property
+    def chat_encoder(self) -> ChatEncoder:
+        """As `LLM.chat_encoder`."""
+        return self._llm.chat_encoder
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it lives."""
+        return self._failure
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the present step has taken; 0 between steps."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def encode(self, text: str) -> list[int]:
+        """As `LLM.encode`."""
+        return self._llm.encode(text)
 
     def generate(
         self,
@@ -108,6 +131,21 @@ class AsyncLLM:
         ids, params = self._checked(prompt, params)
         return self._stream(ids, params, request_id)
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> RequestStream:
+        """Sends a request of the running event loop and returns it; `close` it in the end.
+
+        Beside what `generate` yields it tells of admission, alternatives and the whole output.
+        Arguments and errors as `generate`.
+        """
+        call = self._call(*self._checked(prompt, params), request_id, is_streamed=True)
+        return RequestStream(call, self._abort)
+
     async def complete(
         self,
         prompt: Prompt,
@@ -122,7 +160,7 @@ class AsyncLLM:
         finally:
             self._abort(call)
         if isinstance(output, BaseException):
-            raise _failed(output) from output
+            raise failed(output) from output
         assert isinstance(output, RequestOutput)
         return output
 
@@ -145,12 +183,11 @@ class AsyncLLM:
             TokenizerError: the checkpoint has no tokenizer, or it lacks special tokens.
         """
         params = params or SamplingParams()
-        asked = stream_params(params)
         encoder = self._llm.chat_encoder
-        prompt = prepare_chat(encoder, messages, options)
+        prompt, asked = prepare_answer(encoder, messages, stream_params(params), options)
         parser = ChatParser(encoder, prompt.conversation, params.stop)
         source = self.generate(list(prompt.token_ids), asked)
-        return _read_chat(parser, source)
+        return read_chat_stream(parser, source)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with reason "abort", soon; returns whether it was unfinished."""
@@ -201,21 +238,23 @@ class AsyncLLM:
     async def _stream(
         self, ids: list[int], params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[StreamDelta, None]:
-        call = self._call(ids, params, request_id, is_streamed=True)
+        stream = RequestStream(self._call(ids, params, request_id, is_streamed=True), self._abort)
         try:
-            while not isinstance(news := await call.news.get(), RequestOutput):
-                if isinstance(news, BaseException):
-                    raise _failed(news) from news
-                yield news
+            while True:
+                for event in await stream.read():
+                    if isinstance(event, RequestOutput):
+                        return
+                    if isinstance(event, Grown):
+                        yield event.delta
         finally:
-            self._abort(call)
+            stream.close()
 
     def _call(
         self, ids: list[int], params: SamplingParams, name: str | None, *, is_streamed: bool
-    ) -> _Call:
+    ) -> Call:
         """Sends a request to the worker."""
         name = f"async-{next(self._names)}" if name is None else name
-        call = _Call(name, ids, params, is_streamed, asyncio.get_running_loop())
+        call = Call(name, ids, params, is_streamed, asyncio.get_running_loop())
         with self._lock:
             self._check_open()
             if name in self._calls:
@@ -224,7 +263,7 @@ class AsyncLLM:
             self._send(partial(self._submit, call))
         return call
 
-    def _abort(self, call: _Call) -> bool:
+    def _abort(self, call: Call) -> bool:
         with self._lock:
             # Another call may have taken the name of one that has ended.
             is_there = self._calls.get(call.name) is call
@@ -243,7 +282,7 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise _failed(self._failure) from self._failure
+            raise failed(self._failure) from self._failure
         if self._is_closed:
             raise InputError("this AsyncLLM is closed: make a new one of its model")
 
@@ -259,6 +298,7 @@ class AsyncLLM:
     def _work(self) -> None:
         """Runs the engine until `close` or until it fails."""
         try:
+            self._busy_since = time.monotonic()
             engine = self._llm.engine
             while self._read_inbox(engine):
                 if engine.has_work:
@@ -279,7 +319,7 @@ class AsyncLLM:
             self._calls.clear()
             for future in self._futures:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(_failed(error))
+                    future.set_exception(failed(error))
             self._futures.clear()
         self._deliver()
 
@@ -288,6 +328,7 @@ class AsyncLLM:
         is_idle = not engine.has_work
         while True:
             try:
+                self._busy_since = None if is_idle else time.monotonic()
                 message = self._inbox.get(block=is_idle)
             except Empty:
                 return True
@@ -297,14 +338,22 @@ class AsyncLLM:
             is_idle = False
 
     def _step(self, engine: Engine) -> None:
-        for request in engine.step():
+        finished = engine.step()
+        if self._queued:
+            admitted, self._queued = newly_admitted(self._queued)
+            self._outbox = admitted + self._outbox  # before what these requests have produced
+        for request in finished:
             self._finish(request)
         self._deliver()
 
-    def _submit(self, call: _Call, engine: Engine) -> None:
-        sink = partial(self._note, call) if call.is_streamed else None
+    def _grow(self, call: Call, delta: StreamDelta) -> None:
+        self._note(call, call.grown(delta))
+
+    def _submit(self, call: Call, engine: Engine) -> None:
+        sink = partial(self._grow, call) if call.is_streamed else None
         try:
-            engine.submit(call.ids, call.params, request_id=call.name, sink=sink)
+            call.request = engine.submit(call.ids, call.params, request_id=call.name, sink=sink)
+            self._queued.append((call, call.request))
         except DeepInferError as error:  # the request's fault; any other is the engine's
             self._release(call.name)
             self._note(call, error)
@@ -331,52 +380,19 @@ class AsyncLLM:
         engine.replace_params(params)
 
     def _finish(self, request: Request) -> None:
-        call = self._release(request.request_id)
-        self._note(call, request.output())
+        error = request.error  # a grammar is refused when it has been compiled, beside the loop
+        news = error if isinstance(error, GrammarError) else request.output()
+        self._note(self._release(request.request_id), news)
 
-    def _release(self, name: str) -> _Call:
+    def _release(self, name: str) -> Call:
         with self._lock:
             return self._calls.pop(name)
 
-    def _note(self, call: _Call, news: _News) -> None:
+    def _note(self, call: Call, news: News) -> None:
         self._outbox.append((call, news))
 
     def _deliver(self) -> None:
         """Hands what is new to the callers, one wake-up for each event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, _News]]] = {}
-        for call, news in self._outbox:
-            by_loop.setdefault(call.loop, []).append((call, news))
-        self._outbox.clear()
-        for loop, items in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, items)
-            except RuntimeError:  # the loop is closed: nobody will read the rest either
-                for call, _ in items:
-                    self._abort(call)
-
-
-def _failed(error: BaseException) -> DeepInferError:
-    """Returns an error of its own for every waiting caller; raise it from `error`."""
-    if isinstance(error, DeepInferError):
-        return type(error)(*error.args)
-    return DeepInferError(
-        f"the engine failed with {error!r}, and with it every request of this AsyncLLM: close it "
-        "and make a new one"
-    )
-
-
-def _put_all(items: list[tuple[_Call, _News]]) -> None:
-    for call, news in items:
-        call.news.put_nowait(news)
-
-
-async def _read_chat(
-    parser: ChatParser, source: AsyncGenerator[StreamDelta, None]
-) -> AsyncGenerator[ChatDelta, None]:
-    try:
-        async for raw in source:
-            yield read_delta(parser, raw)
-            if parser.is_finished:
-                return
-    finally:
-        await source.aclose()
+        items, self._outbox = self._outbox, []
+        for call in deliver(items):
+            self._abort(call)

@@ -1,15 +1,14 @@
-"""From cache bytes to bfloat16 pairs in 32-bit registers: integer moves and exact multiplies.
+"""From FP8 and FP4 codes to bfloat16 pairs in 32-bit registers of a Mosaic kernel on sm_90.
 
-One lane of a warp holds 16 consecutive channels of a row: its codes and the one scale byte that
-covers them. Every function takes and returns MLIR values of type i32.
+Integer moves and exact multiplies, which take fewer issue slots than the conversions that the
+hardware has. A lane of a warp holds 16 consecutive channels of a row: its codes and the one scale
+byte that covers them. Every function takes and returns MLIR values of type i32.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-_SIGNS = 0x80008000
 
 
 def _twice(power: int) -> int:
@@ -92,10 +91,11 @@ class Recipe:
 
     Attributes:
         raised: how far left the first operand of a move is shifted; the second operand is the word
-            itself, or zero where nothing is shifted.
-        moves: a byte selector (prmt.b32) a pair, which brings each code to the top of its half.
-        shift: how far right its magnitude moves from there.
-        mask: the magnitude's bits in a half.
+            itself.
+        moves: a byte selector (prmt.b32) a pair: the low byte of each half is a code, or begins
+            with one, and its high byte repeats the code's sign.
+        shift: how far left both move from there.
+        mask: the bits of a half that are its sign and its magnitude.
         power: exponent of the power of two that is missing.
     """
 
@@ -106,10 +106,25 @@ class Recipe:
     power: int
 
 
-#: Four E4M3 codes a word; codes in the high bytes of the halves, zeros below.
-Q8 = Recipe(0, (0x1404, 0x3424), 4, 0x07F0, 120)
+#: Four E4M3 codes a word.
+Q8 = Recipe(0, (0x9180, 0xB3A2), 4, 0x87F0, 120)
 #: Eight E2M1 codes a word; even channels are raised into high nibbles, where odd ones are.
-Q4N = Recipe(4, (0x4000, 0x5010, 0x6020, 0x7030), 6, 0x01C0, 126)
+Q4N = Recipe(4, (0xC480, 0xD591, 0xE6A2, 0xF7B3), 2, 0x81C0, 126)
+
+
+def _scaled(first: Any, second: Any, selector: int, factor: Any, recipe: Recipe) -> Any:
+    """Returns the pair that a selector picks from two words, times ``factor``."""
+    from jaxlib.mlir.dialects import arith
+
+    moved = arith.shli(_permute(first, second, selector), const(recipe.shift))
+    bits = arith.andi(moved, const(recipe.mask * 0x10001))
+    # two products: that of both factors may be too large
+    return _times(_times(bits, const(_twice(recipe.power))), factor)
+
+
+def decode_pair(word: Any, factor: Any, recipe: Recipe) -> Any:
+    """Returns the first pair of a word of codes, times ``factor``."""
+    return _scaled(word, word, recipe.moves[0], factor, recipe)
 
 
 def _pairs(word: Any, factor: Any, recipe: Recipe) -> list[Any]:
@@ -117,19 +132,10 @@ def _pairs(word: Any, factor: Any, recipe: Recipe) -> list[Any]:
     from jaxlib.mlir.dialects import arith
 
     first = arith.shli(word, const(recipe.raised)) if recipe.raised else word
-    second = word if recipe.raised else const(0)
-    pairs = []
-    for selector in recipe.moves:
-        x = _permute(first, second, selector)
-        magnitude = arith.shrui(x, const(recipe.shift))
-        magnitude = arith.andi(magnitude, const(recipe.mask * 0x10001))
-        bits = arith.ori(arith.andi(x, const(_SIGNS)), magnitude)
-        # two products: that of both factors may be too large
-        pairs.append(_times(_times(bits, const(_twice(recipe.power))), factor))
-    return pairs
+    return [_scaled(first, word, selector, factor, recipe) for selector in recipe.moves]
 
 
-def _q8_factor(byte: Any) -> Any:
+def power_factor(byte: Any) -> Any:
     """Returns 2^(byte - 127) twice; byte 0 is the subnormal 2^-127, byte 255 reads as infinity."""
     from jaxlib.mlir.dialects import arith
 
@@ -153,5 +159,5 @@ def decode_lane(words: list[Any], byte: Any) -> list[Any]:
         byte: the scale: an exponent for E4M3, an E4M3 code for E2M1.
     """
     recipe = Q8 if len(words) == 4 else Q4N
-    factor = _q8_factor(byte) if recipe is Q8 else _q4n_factor(byte)
+    factor = power_factor(byte) if recipe is Q8 else _q4n_factor(byte)
     return [pair for word in words for pair in _pairs(word, factor, recipe)]

@@ -1,0 +1,88 @@
+"""The routes of the conversation protocols."""
+
+from collections.abc import Awaitable, Callable
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deepinfer_jax.serve.answers import ChatAnswer
+from deepinfer_jax.serve.body import aside, read_object
+from deepinfer_jax.serve.errors import ApiError, bad_field
+from deepinfer_jax.serve.protocols import MESSAGES, Protocol
+from deepinfer_jax.serve.service import Service
+from deepinfer_jax.serve.sse import Disconnected, EventStream, until_disconnect
+from deepinfer_jax.serve.tasks import Extras
+
+
+def service_of(request: Request) -> Service:
+    """Returns the service of the app that a request came to."""
+    return request.app.state.service
+
+
+def json_response(
+    value: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Returns a JSON answer."""
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
+
+
+def conversation(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the handler of a protocol's route."""
+
+    async def handle(request: Request) -> Response:
+        service = service_of(request)
+        config = service.config
+        body, size = await read_object(request, config.max_body_bytes, config.request_timeout_s)
+        task = await aside(size, lambda: service.reader.chat_task(protocol, body))
+        check_record(service, task.extras)
+        live = service.start(task.token_ids, task.params, task.id)
+        answer = ChatAnswer(service, task, live)
+        headers = {"x-request-id": task.id}
+        if task.warnings:
+            headers["x-deepinfer-warnings"] = "; ".join(task.warnings)
+
+        def close(early: Disconnected | None) -> None:
+            live.close()
+            note_early(service, early)
+
+        if task.is_stream:
+            stall_s = config.stream_stall_timeout_s
+            return EventStream(answer.frames(), stall_s=stall_s, headers=headers, close=close)
+        try:
+            found = await until_disconnect(request.receive, answer.whole())
+        except Disconnected as early:
+            note_early(service, early)
+            return Response(status_code=499)
+        finally:
+            live.close()
+        return json_response(found, headers=headers)
+
+    return handle
+
+
+async def count_tokens(request: Request) -> Response:
+    """Answers how many tokens the prompt of a Messages body has."""
+    service = service_of(request)
+    config = service.config
+    body, size = await read_object(request, config.max_body_bytes, config.request_timeout_s)
+    ids = await aside(size, lambda: service.reader.chat_ids(MESSAGES, body))
+    return json_response({"input_tokens": len(ids)})
+
+
+async def stored_response(request: Request) -> Response:
+    """Answers that no response is stored."""
+    raise ApiError(404, f"no response is stored here, {request.path_params['id']!r} neither")
+
+
+def note_early(service: Service, early: Disconnected | None) -> None:
+    """Counts a client that left or did not read."""
+    if early is not None:
+        service.metrics.stalls += early.is_stall
+        service.metrics.disconnects += not early.is_stall
+
+
+def check_record(service: Service, extras: Extras) -> None:
+    """Raises ApiError 400 for a record that is not kept."""
+    if extras.record and service.llm.runtime.record is None:
+        raise bad_field("record", "false", True, "the server runs with RuntimeConfig.record=None")

@@ -1,0 +1,1 @@
+"""Expert placement by recorded load: which expert lies in which slot; pure NumPy."""

@@ -1,0 +1,96 @@
+"""`deepinfer-jax plan`: bytes and costs, refusals, and the compiled step on emulated devices."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deepinfer_jax.cli import main as cli
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", *arguments])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_bytes_and_steps_of_the_released_model(capsys):
+    record = json.loads(run(capsys, "--json", "--devices", "8xH200", "--scaling"))
+    held = record["bytes"]
+    assert held["parameters"]["experts"] == pytest.approx(288.8e9 / 8, rel=1e-3)
+    assert held["parameters"]["engram tables"] == pytest.approx(202.8e9 / 8, rel=1e-3)
+    assert held["parameters_total"] == sum(held["parameters"].values())
+    assert [step["step"] for step in record["steps"]] == [
+        "decode, 16 rows a device",
+        "decode, 128 rows a device",
+        "prefill of 4096",
+    ]
+    assert all(step["tokens_per_second"] > 0 for step in record["steps"])
+    ways = {(row["devices"], row["way"]) for row in record["scaling"]}
+    assert ways >= {(8, "one group"), (512, "one group"), (512, "replicas")}
+
+
+def test_what_does_not_fit_is_said(capsys):
+    assert "fits" in run(capsys, "--devices", "8xH200")
+    assert "does NOT fit" in run(capsys, "--devices", "4xH100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--devices", "8xA100"), "COUNTxKIND"),
+        (("--devices", "8xH200", "--mesh", "dp=4"), "multiply"),
+        (("--devices", "8xH200", "--mesh", "ep=8"), "no axes but"),
+        (("--devices", "8xH200", "--mesh", "dp:8"), "is a list like"),
+        (("--devices", "8xH200", "--mesh", "tp=8"), "tensor parallelism"),
+        (("--model", "no-such-model"), "preset"),
+        (("--context", "0"), "at least 1"),
+    ],
+)
+def test_refusals(capsys, arguments, word):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", *arguments])
+    assert stop.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def compiled(root, *arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "deepinfer_jax.cli.main", "plan", "--json", "--compile"]
+    done = subprocess.run(
+        [*command, *arguments], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["compiled"]
+
+
+def check(found, devices):
+    assert [one["step"] for one in found] == ["decode", "prefill"]
+    for one in found:
+        assert one["faults"] == []
+        assert one["argument_bytes"] > 0
+        kinds = {each["what"].split()[0] for each in one["collectives"]}
+        assert "all-to-all" in kinds
+        assert any(f"all-to-all {devices} x" in each["what"] for each in one["collectives"])
+
+
+def test_a_small_model_compiles_for_more_devices_than_there_are(root, fixtures_dir):
+    tiny = str(fixtures_dir / "tiny_v41")
+    found = compiled(
+        root, "--model", tiny, "--devices", "8xH200", "--mesh", "dp=4,cp=2", "--prompt", "64",
+        "--context", "128", "--max-seqs", "8",
+    )  # fmt: skip
+    check(found, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.accept(10)
+def test_the_released_model_compiles_for_64_devices(root):
+    found = compiled(root, "--devices", "64xH200", "--mesh", "dp=16,cp=4")
+    check(found, 64)
+    seconds = sum(one["trace_seconds"] + one["compile_seconds"] for one in found)
+    assert seconds < 600  # the bar of issue 10, G5
+    assert all(one["argument_bytes"] < 30e9 for one in found)
