@@ -4,7 +4,8 @@
 `deepinfer-jax serve` on loopback in a process of its own, loads it from this one, and prints one
 JSON line: latencies as clients see them, the server's memory, and what it holds in the end. Exit
 code 1 if a slot leaked, the server crashed, an answer failed, or its memory grew by 1 MB or more a
-minute after the first one (--settle: its pools are full after about 800 requests).
+minute after the first one (--settle). Before that, bursts of 1, 2, 4, ... requests use every size
+of program once, because memory grows by what a program needs when it first runs.
 """
 
 import argparse
@@ -85,6 +86,11 @@ def wait_idle(url: str) -> dict[str, float]:
         time.sleep(0.1)
 
 
+def bursts(most: int) -> list[int]:
+    """Returns 1, 2, 4, ... up to `most`: so many requests at once use every size of program."""
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
 def main() -> None:
     """Runs the load of the command line."""
     arguments = argparse.ArgumentParser()
@@ -96,10 +102,7 @@ def main() -> None:
     arguments.add_argument("--settle", type=float, default=60, help="seconds without a slope")
     given, options = arguments.parse_known_args()
     process, url = start(given.model, options)
-    samples: list[tuple[float, float]] = []
-    stop = threading.Event()
-    watcher = threading.Thread(target=watch, args=(process.pid, samples, stop))
-    watcher.start()
+    path = "/v1/chat/completions"
 
     def make_body(rng: random.Random) -> dict[str, object]:
         return {
@@ -109,12 +112,19 @@ def main() -> None:
             "seed": rng.randrange(2**32),
         }
 
+    for clients in bursts(given.clients):
+        asyncio.run(load(url, path, make_body, clients=clients, requests=1))
+    before = wait_idle(url)["deepinfer_generation_tokens_total"]
+    samples: list[tuple[float, float]] = []
+    stop = threading.Event()
+    watcher = threading.Thread(target=watch, args=(process.pid, samples, stop))
+    watcher.start()
     began = time.monotonic()
     try:
         found = asyncio.run(
             load(
                 url,
-                "/v1/chat/completions",
+                path,
                 make_body,
                 clients=given.clients,
                 seconds=given.seconds,
@@ -135,7 +145,7 @@ def main() -> None:
         "model": given.model,
         "clients": given.clients,
         **summary(found, seconds),
-        "tokens_per_s": round(after["deepinfer_generation_tokens_total"] / seconds, 1),
+        "tokens_per_s": round((after["deepinfer_generation_tokens_total"] - before) / seconds, 1),
         "disconnects_seen": after["deepinfer_client_disconnects_total"],
         "running_after": after["deepinfer_num_requests_running"],
         "waiting_after": after["deepinfer_num_requests_waiting"],

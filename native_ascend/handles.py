@@ -90,7 +90,8 @@ class DeviceArrays:
 
     def __del__(self) -> None:
         """Warns about buffers that nobody freed: freeing here could free what a step uses."""
-        if getattr(self, "_handles", None):
+        # at the interpreter's end the module may be gone before the object
+        if getattr(self, "_handles", None) and warnings is not None:
             warnings.warn(
                 f"{type(self).__name__} was not closed: {len(self._handles)} device buffers stay",
                 ResourceWarning,

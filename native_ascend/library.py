@@ -17,6 +17,7 @@ _WORDS, _HANDLES = ctypes.POINTER(_I64), ctypes.POINTER(ctypes.c_uint32)
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dij_message": (_TEXT, []),
     "dij_ffi_api_version": (_INT, []),
+    "dij_abi_checked": (_INT, []),
     "dij_load": (_INT, [_TEXT, _INT, _TEXT, _TEXT]),
     "dij_close": (_INT, []),
     "dij_unpoison": (_INT, [_I64]),

@@ -58,6 +58,7 @@ class AscendRuntime:
     library: ctypes.CDLL
     paths: tuple[str, ...]
     is_closed: bool = False
+    is_tested: bool = False  # self_test has passed
     _warned: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:
@@ -252,7 +253,11 @@ def diagnostics() -> dict[str, str]:
     report = {
         "bridge": found.bridge or "not built",
         "cann": "found" if found.available else found.reason or "not found",
-        "abi": "not checked (no CANN headers at build time)",
+        "abi": "checked against the headers of the build"
+        if _loaded and _loaded.library.dij_abi_checked()
+        else "not checked (no CANN headers at build time)"
+        if _loaded
+        else "unknown until a runtime is loaded",
         "loaded": repr(_loaded) if _loaded else "nothing",
     }
     for name in ("HCCL_BUFFSIZE", "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", _ALLOW):

@@ -11,6 +11,7 @@ import numpy as np
 
 from native_ascend import attention, ops
 from native_ascend.errors import AscendError
+from native_ascend.runtime import AscendRuntime
 
 
 def _e8m0(scale: Any) -> Any:
@@ -127,3 +128,15 @@ def self_test(names: Sequence[str] = tuple(_CASES)) -> None:
             f"be believed: {'; '.join(failures)}",
             status="INTERNAL",
         )
+
+
+def before_first_use(loaded: AscendRuntime) -> None:
+    """Runs the cases once on a runtime that is no double, before a model runs on it.
+
+    Raises:
+        AscendError: a convention differs; nothing is to run.
+    """
+    if loaded.is_double or loaded.is_tested:
+        return
+    self_test()
+    loaded.is_tested = True

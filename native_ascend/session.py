@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from native_ascend import ffi, layers, runtime
+from native_ascend import ffi, layers, runtime, selftest
 from native_ascend import library as native
 from native_ascend.errors import AscendError
 from native_ascend.handles import DeviceCache, DeviceWeights
@@ -97,9 +97,10 @@ class Session:
         Raises:
             AscendUnavailable: no runtime is loaded.
             AscendUnsupported: the network needs a step that no operator expresses.
+            AscendError: the device packs, rounds or orders otherwise (`selftest`).
         """
         net.require_supported(max_len)
-        runtime.current()
+        selftest.before_first_use(runtime.current())
         self.net, self.max_len, self.chunk, self.device = net, max_len, chunk, device
         self._engram_ids, self._rotation = engram_ids, rotation
         self._steps: dict[int, DeviceStep] = {}

@@ -31,7 +31,7 @@ from deepinfer_jax.model.step import Plan, logits, step
 from deepinfer_jax.numerics.selection import attention_widths
 from pallas_kernels.tables import ENTRIES, misfit
 
-ROWS = 128
+ROWS = 2 * ROW_TILES["gpu"]
 
 
 def compile_step() -> tuple[dict[str, str], int, str]:

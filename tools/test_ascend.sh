@@ -16,7 +16,7 @@ build() {
     return "$code"
 }
 build double
-DIJ_ASCEND_LANE=1 "$venv/bin/python" -m pytest -q tests/native_ascend -m "not gpu and not multi" "$@"
+DIJ_ASCEND_LANE=1 "$venv/bin/python" -m pytest -q tests/native_ascend "$@"
 build address
 runtime="$(${CXX:-g++} -print-file-name=libasan.so):$(${CXX:-g++} -print-file-name=libubsan.so)"
 runtime="$runtime:$(${CXX:-g++} -print-file-name=libstdc++.so)"

@@ -8,11 +8,13 @@ import typer
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Versions, devices, flags that matter for numerics, promises, kernels, missing extras."""
+    """Versions, devices, flags that change numerics, promises, kernels, Ascend, missing extras."""
+    from deepinfer_jax.backends import ascend_report
     from deepinfer_jax.environment import collect
     from deepinfer_jax.numerics.selection import kernel_report
 
     record = collect() | {"determinism": _promises(), "kernels": kernel_report()}
+    record["ascend"] = ascend_report()
     if as_json:
         import json
 
@@ -57,6 +59,7 @@ def _print_tables(record: dict[str, Any]) -> None:
         }
         _print_rows(console, f'determinism="{level}"', lines)
     _print_kernels(console, record["kernels"])
+    _print_rows(console, "Ascend", record["ascend"])
     cache = record["compilation_cache"]
     _print_rows(
         console, "compilation cache", {"directory": cache["directory"], "enabled": cache["enabled"]}

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kWorkspace = 8192;
 constexpr int64_t kMetadata = 1024;
+constexpr size_t kBlock = 64;
 constexpr int64_t kAttention = 0x5f41, kIndexer = 0x5f49;
 
 // A metadata operator leaves a pattern that its main operator looks for.
@@ -220,6 +221,7 @@ const Register kSparse("aclnnSparseFlashMla", {
       require_metadata(c, 17, kAttention);
       const aclTensor &q = c.tensor(0), &kv = c.tensor(1);
       int64_t heads = q.dims[1], d = q.dims[2], ratio = c.integer(19);
+      int64_t window = c.integer(22) + 1;
       int64_t shift = setting("shift_window", 0), twice = setting("sink_twice", 0);  // mutations
       Values query = read(q), rows = read(kv), sinks = read(c.tensor(16)), selected, out(query.size());
       std::vector<int64_t> first = read_integers(c.tensor(7)), used = read_integers(c.tensor(11)), indices;
@@ -230,32 +232,43 @@ const Register kSparse("aclnnSparseFlashMla", {
         if (c.has(2)) others = pages_of(c.tensor(2), c.tensor(6), static_cast<int64_t>(b));
         for (int64_t t = first[b]; t < first[b + 1]; t++) {
           int64_t position = used[b] - (first[b + 1] - t);
-          std::vector<const float*> keys;
-          for (int64_t p = std::max<int64_t>(0, position - c.integer(22) - shift); p <= position - shift; p++) {
-            keys.push_back(rows.data() + pages.at(c, p) * d);
-          }
-          for (int64_t i = 0; i < topk; i++) {
-            int64_t index = indices[t * topk + i];
+          // A place for every row of the window, then the selected rows ascending: blocks of kBlock
+          // share a maximum, to which probabilities are rounded (model.md 3.6; a device's is unverified).
+          std::vector<const float*> keys(window, nullptr);
+          int64_t lowest = std::max<int64_t>(0, position - window + 1 - shift), place = 0;
+          for (int64_t p = lowest; p <= position - shift; p++) keys[place++] = rows.data() + pages.at(c, p) * d;
+          std::vector<int64_t> chosen(indices.begin() + t * topk, indices.begin() + (t + 1) * topk);
+          std::sort(chosen.begin(), chosen.end());
+          for (int64_t index : chosen) {
             if (index < 0) continue;
             c.require(index < (position + 1) / ratio, "an index lies behind the causal mask");
             keys.push_back(selected.data() + others.at(c, index) * d);
           }
           for (int64_t h = 0; h < heads; h++) {
             const float* row = query.data() + (t * heads + h) * d;
-            Values scores;
-            float most = -1e30f;
-            for (const float* key : keys) {
-              float dot = 0;
-              for (int64_t i = 0; i < d; i++) dot += row[i] * key[i];
-              scores.push_back(dot * static_cast<float>(c.real(18)));
-              most = std::fmax(most, scores.back());
-            }
-            float sum = 0;
             Values total(d);
-            for (size_t k = 0; k < keys.size(); k++) {
-              float weight = std::exp(scores[k] - most);
-              sum += weight;
-              for (int64_t i = 0; i < d; i++) total[i] += bf16(weight) * keys[k][i];
+            float most = -1e30f, sum = 0;
+            for (size_t first_key = 0; first_key < keys.size(); first_key += kBlock) {
+              size_t end = std::min(keys.size(), first_key + kBlock);
+              Values scores(end - first_key, -INFINITY), values(d);
+              float raised = most;
+              for (size_t k = first_key; k < end; k++) {
+                if (!keys[k]) continue;
+                float dot = 0;
+                for (int64_t i = 0; i < d; i++) dot += row[i] * keys[k][i];
+                scores[k - first_key] = dot * static_cast<float>(c.real(18));
+                raised = std::fmax(raised, scores[k - first_key]);
+              }
+              float shrink = std::exp(most - raised), part = 0;
+              for (size_t k = first_key; k < end; k++) {
+                if (!keys[k]) continue;
+                float weight = std::exp(scores[k - first_key] - raised);
+                part += weight;
+                for (int64_t i = 0; i < d; i++) values[i] += bf16(weight) * keys[k][i];
+              }
+              for (int64_t i = 0; i < d; i++) total[i] = total[i] * shrink + values[i];
+              sum = sum * shrink + part;
+              most = raised;
             }
             float highest = std::fmax(most, sinks[h]), shrink = std::exp(most - highest);
             sum = sum * shrink + (twice ? 2 : 1) * std::exp(sinks[h] - highest);

@@ -34,6 +34,9 @@ struct Rejected {
   int code = 161002;
 };
 
+// Thrown where an operator touches memory that is not live, after the violation was noted.
+struct Unmapped {};
+
 struct Value {
   char kind = 0;
   bool null = false;

@@ -49,6 +49,15 @@ DIJ_EXPORT int dij_load(const char* paths, int allow_double, const char* cann, c
 
 DIJ_EXPORT int dij_close() { return guarded([] { close(); }); }
 
+// Whether the declarations were compared with a toolkit's headers at build time.
+DIJ_EXPORT int dij_abi_checked() {
+#ifdef DIJ_ABI_CHECKED
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 DIJ_EXPORT int dij_unpoison(int64_t device) { return guarded([&] { unpoison(device); }); }
 
 DIJ_EXPORT int dij_facts(char* soc, char* version, int64_t size, uint32_t* devices, int* is_double) {

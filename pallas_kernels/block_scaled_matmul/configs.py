@@ -95,14 +95,14 @@ NARROW = 16
 
 TABLE: Mapping[str, Tile | DecodeTile] = MappingProxyType(
     {
-        "decode n>=16384 t<=8": DecodeTile(tokens=8, stages=10),
-        "decode n>=16384 t<=16": DecodeTile(tokens=16, stages=10),
+        "decode n>=16384 t<=8": DecodeTile(tokens=8, depth=256, stages=5),
+        "decode n>=16384 t<=16": DecodeTile(tokens=16, warpgroups=4, depth=256, stages=3),
         "decode n>=16384 t<=32": DecodeTile(tokens=32, warpgroups=4, stages=5),
         "decode n>=16384 t<=64": DecodeTile(tokens=64, warpgroups=4, stages=4),
-        "decode t<=8": DecodeTile(tokens=8, warpgroups=1, stages=10),
-        "decode t<=16": DecodeTile(tokens=16, warpgroups=1, stages=10),
+        "decode t<=8": DecodeTile(tokens=8, warpgroups=1, depth=256, stages=7),
+        "decode t<=16": DecodeTile(tokens=16, warpgroups=1, depth=256, stages=7),
         "decode t<=32": DecodeTile(tokens=32, warpgroups=1, stages=10),
-        "decode t<=64": DecodeTile(tokens=64, warpgroups=1, stages=8),
+        "decode t<=64": DecodeTile(tokens=64, warpgroups=1, depth=256, stages=4),
         "bf16 256": Tile(cols=256, depth=64, stages=4),
         "bf16 224": Tile(cols=224, depth=64, stages=4),
         "bf16 192": Tile(cols=192, depth=64, stages=5, out_slots=1),
@@ -116,12 +116,14 @@ TABLE: Mapping[str, Tile | DecodeTile] = MappingProxyType(
 )
 
 
-def decode_tile(n: int, rows: int) -> DecodeTile:
-    """Returns the tile of an FP8 weight with ``n`` rows for at most FEW_TOKENS tokens."""
+def decode_tile(n: int, k: int, rows: int) -> DecodeTile:
+    """Returns the tile of an FP8 weight [n, k] for at most FEW_TOKENS tokens."""
     tokens = next((t for t in _WIDTHS if rows <= t), _WIDTHS[-1])
     tile = TABLE[f"decode {'n>=16384 ' if n >= WIDE else ''}t<={tokens}"]
     assert isinstance(tile, DecodeTile)
-    return tile
+    if k % tile.depth == 0:
+        return tile
+    return dataclasses.replace(tile, depth=tile.depth // 2, stages=2 * tile.stages)
 
 
 def bf16_tile(n: int, rows: int, itemsize: int, grouped: bool) -> Tile:

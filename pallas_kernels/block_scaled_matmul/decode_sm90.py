@@ -1,8 +1,8 @@
 """Hopper body for few tokens: FP8 weights as the M operand, decoded in registers (P1, 4.5).
 
 HBM moves one byte a weight: a warpgroup reads its e4m3 codes from shared memory, turns them into
-exact bfloat16 with the 32x32 scales (operand_sm90.py) and multiplies them, from registers, with the
-tokens as the N operand. The K order is that of ``pallas_sm90.matmul_bf16``.
+exact bfloat16 with the 32x32 scales and multiplies them, from registers, with the tokens as the N
+operand. The K order is that of ``pallas_sm90.matmul_bf16``.
 """
 
 import functools
@@ -13,16 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic import H200_SMS, pl, plgpu, tiled
+from pallas_kernels._mosaic import H200_SMS, load, pl, plgpu, tiled
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile
-from pallas_kernels.block_scaled_matmul.operand_sm90 import (
-    GROUP,
-    HALF,
-    ROWS,
-    WORD,
-    decode_operand,
-    decode_plain,
-)
 from pallas_kernels.block_scaled_matmul.ring import (
     COPY_REGISTERS,
     LINE,
@@ -34,7 +26,33 @@ from pallas_kernels.block_scaled_matmul.ring import (
 )
 from pallas_kernels.errors import KernelError
 
+ROWS = 64  # weight rows of one MMA
+WORD = 128  # K of one scale word
+HALF = 64  # K of one decoded operand
+GROUP = 32  # rows and channels of one scale
 _FLOAT = jnp.float32
+
+
+def _scale(word: jax.Array, byte: int) -> jax.Array:
+    """Returns 2^(b - 127) of byte ``byte`` of int32 scale words, as bfloat16; b = 255 overflows."""
+    shift = 23 - 8 * byte
+    bits = lax.shift_left(word, shift) if shift > 0 else lax.shift_right_logical(word, -shift)
+    # byte 0 means the subnormal 2^-127
+    bits = jnp.maximum(bits & 0x7F800000, 0x00400000)
+    return lax.bitcast_convert_type(bits, _FLOAT).astype(jnp.bfloat16)
+
+
+def _decode(codes: jax.Array, words: jax.Array, half: int) -> jax.Array:
+    """Returns one half of e4m3 codes [64, WORD] times their scales as bfloat16 [64, 64]; exact.
+
+    ``words`` [64] hold the four scale bytes of every row.
+    """
+
+    def scaled(group: int) -> jax.Array:
+        part = codes[:, group * GROUP : (group + 1) * GROUP].astype(_FLOAT).astype(jnp.bfloat16)
+        return part * lax.broadcast_in_dim(_scale(words, group), part.shape, (0,))
+
+    return lax.concatenate([scaled(2 * half), scaled(2 * half + 1)], 1)
 
 
 def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], interpret: bool) -> None:
@@ -88,18 +106,14 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
     @pl.when(wg < tile.warpgroups)
     def _compute() -> None:
         plgpu.set_max_registers(compute_registers(tile.warpgroups), action="increase")
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        lane_row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
+        is_low = lane_row < GROUP
 
         def visit(place: Any, token: jax.Array, row: jax.Array) -> jax.Array:
             rows = [(wg * tile.blocks + b) * ROWS for b in range(tile.blocks)]
             words = tile.depth // WORD
             place_of_row = place_in_line(lax.div(row, jnp.int32(GROUP)))
-
-            def decoded(slot: Any, row: Any, scales: Any, word: int, half: int) -> jax.Array:
-                codes = w_smem.at[slot, pl.ds(row, ROWS)]
-                if interpret:
-                    line = codes[:, word * WORD : (word + 1) * WORD]
-                    return decode_plain(line, scales[...], half)
-                return decode_operand(codes, scales, word, half)
 
             def product(*accs: Any) -> tuple[list[jax.Array], jax.Array]:
                 def multiply(acc: Any, part: jax.Array, tokens: Any) -> None:
@@ -118,10 +132,13 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
                     ring.wait(slot)
                     parts = itertools.product(range(words), zip(accs, rows, strict=True))
                     for word, (acc, r) in parts:
+                        codes = load(w_smem, (slot, pl.ds(r, ROWS), pl.ds(word * WORD, WORD)))
                         group = place_of_row + lax.div(r, jnp.int32(GROUP))
-                        scales = scale_smem.at[slot, word, pl.ds(group, ROWS // GROUP)]
+                        low = scale_smem[slot, word, group]
+                        high = scale_smem[slot, word, group + 1]
+                        row_words = jnp.where(is_low, low, high)
                         for half in range(2):
-                            part = decoded(slot, r, scales, word, half)
+                            part = _decode(codes, row_words, half)
                             columns = pl.ds(word * WORD + half * HALF, HALF)
                             multiply(acc, part, x_smem.at[slot].at[:, columns])
                             if tile.in_flight and word == half == 0:
@@ -213,5 +230,5 @@ def matmul_decode(
         thread_name="wg",
         kernel_name="block_scaled_matmul_sm90_decode",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(x, w, w_scale)

@@ -59,9 +59,10 @@ def block_scaled(x: jax.Array, w: core.QuantArray, interpret: bool = False) -> j
         # decoded once a call, exactly: two bytes a weight for thousands of tokens
         decoded = core.dequantize(w).astype(jnp.bfloat16)
         return bf16(x, decoded, jnp.bfloat16, interpret, name="block_scaled_matmul_sm90")
-    tile = configs.decode_tile(n, rows)
+    x = _pad(x, LANES, 128)
+    tile = configs.decode_tile(n, x.shape[1], rows)
     out = matmul_decode(
-        _pad(x, LANES, 128),
+        x,
         _pad(_as_e4m3(w.payload), LANES, 128),
         _scale_words(w.scale),
         tile,

@@ -21,7 +21,7 @@ class SelectConfig:
 
     most: int = 16384
     tile: int = 16384
-    part: int = 16384
+    part: int = 4096
     reduction: int = 4
     lanes: int = 512
     most_warps: int = 16

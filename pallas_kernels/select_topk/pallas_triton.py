@@ -1,10 +1,9 @@
 """Selection as Pallas-Triton kernels: the k-th largest key is found by counting, nothing is sorted.
 
-Scores become integers of the same order. The interval that holds the threshold is cut in three,
-again and again: one pass counts the keys at both inner bounds, as halves of one integer, since what
-a pass costs is mostly its one sum over the program's threads. One more pass then emits every key
-above the threshold and the first ones equal to it; their places are running sums, so ids come out
-ascending. Counts are integers: no cut of a row can change them.
+Scores become integers of the same order. A threshold is built bit by bit from the top: a bit stays
+if at least k keys reach the candidate. One pass then emits every key above the threshold and the
+first ones equal to it; their places are running sums, so ids come out ascending. Counts are
+integers: no cut of a row can change them.
 
 A long row is split over programs that each keep their own k best; a second kernel selects among
 the kept ids with the same body. What the whole row keeps, its tile keeps too.
@@ -97,15 +96,6 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _thirds(bits: int) -> tuple[int, int]:
-    """Returns (a third of all keys, how many cuts leave one key); thirds are rounded up."""
-    third = first = (2**bits + 2) // 3
-    steps = 1
-    while third > 1:
-        third, steps = (third + 2) // 3, steps + 1
-    return first, steps
-
-
 def _ones(condition: jax.Array) -> jax.Array:
     return condition.astype(jnp.int32)
 
@@ -128,8 +118,8 @@ class _Row:
     count: jax.Array
     first: jax.Array
 
-    def listing(self, c: Any, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (place in the row, id, whether it is visible) of chunk c of some width."""
+    def chunk(self, c: Any, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (place in the row, id, key) of chunk c of some width, each int32 [width]."""
         launch = self.launch
         inside = c * width + jnp.arange(width, dtype=jnp.int32)
         place = ids = self.first + inside
@@ -137,17 +127,12 @@ class _Row:
         if launch.listed:
             ids = plt.load(self.ids.at[place], mask=visible, other=-1)
             visible = ids >= 0
-        return place, ids, visible & (ids < self.count)
-
-    def keys(self, c: Any, width: int) -> jax.Array:
-        """Returns the keys of chunk c of some width, int32 [width]."""
-        launch = self.launch
-        _, ids, visible = self.listing(c, width)
+        visible = visible & (ids < self.count)
         score = plt.load(self.scores.at[ids], mask=visible, other=0.0)
         key = launch.format.key(score, launch.blocks)
         if launch.blocks:
             key = jnp.where(ids == self.count - 1, np.int32(launch.format.highest), key)
-        return jnp.where(visible, key, np.int32(launch.format.lowest))
+        return place, ids, jnp.where(visible, key, np.int32(launch.format.lowest))
 
     def chunks(self, width: int) -> Any:
         """Returns how many chunks there are with a visible entry; all of a list."""
@@ -168,48 +153,31 @@ def _body(*refs: Any, launch: _Launch) -> None:
     row = _Row(launch, scores_ref, ids_ref[0] if ids_ref else None, count_ref[...], first)
     lowest, k = np.int32(launch.format.lowest), np.int32(launch.k)
     # what fits stays in registers; what does not is read again in every pass
-    held = row.keys(0, launch.chunk) if launch.span <= launch.chunk else None
+    held = row.chunk(0, launch.chunk) if launch.span <= launch.chunk else None
 
-    def count(tests: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> tuple[Any, Any]:
-        """Returns how many keys pass each of two tests."""
-
-        def both(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-            one, other = tests(keys)
-            found = jnp.sum(_ones(one) + (_ones(other) << _HALF))
-            return found & 0xFFFF, found >> _HALF
-
+    def count(test: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Returns how many keys pass a test."""
         if held is not None:
-            return both(held)
+            return jnp.sum(_ones(test(held[2])))
 
-        def add(c: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            found = both(row.keys(c, launch.chunk))
-            return total[0] + found[0], total[1] + found[1]
+        def add(c: jax.Array, total: jax.Array) -> jax.Array:
+            return total + jnp.sum(_ones(test(row.chunk(c, launch.chunk)[2])))
 
-        return lax.fori_loop(0, row.chunks(launch.chunk), add, (jnp.int32(0), jnp.int32(0)))
+        return lax.fori_loop(0, row.chunks(launch.chunk), add, jnp.int32(0))
 
-    highest = np.int32(launch.format.highest)
-
-    def refine(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, third = bounds
-        # nothing lies above the highest key; no bound may leave the integers
-        one = jnp.where(low > highest - third, highest, low + third)
-        two = jnp.where(one > highest - third, highest, one + third)
-        reach_one, reach_two = count(lambda key: (key >= one, key >= two))
-        low = jnp.where(reach_two >= k, two, jnp.where(reach_one >= k, one, low))
-        return low, (third + 2) // 3
+    def refine(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold + (jnp.int32(1) << (launch.format.bits - 1 - i))
+        return jnp.where(count(lambda key: key >= candidate) >= k, candidate, threshold)
 
     # with at most k visible entries the threshold stays below them all
-    third, steps = _thirds(launch.format.bits)
-    many = steps * (1 if launch.listed else _ones(row.left > launch.k))
-    threshold, _ = lax.fori_loop(0, many, refine, (jnp.int32(lowest), jnp.int32(third)))
-    need = k - count(lambda key: (key > threshold, key > threshold))[0]
+    many = launch.format.bits * (1 if launch.listed else _ones(row.left > launch.k))
+    threshold = lax.fori_loop(0, many, refine, jnp.int32(lowest))
+    need = k - count(lambda key: key > threshold)
 
     fits = held if launch.part == launch.chunk else None
 
     def emit(c: Any, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # the keys alone are held: places and ids are made again, to save registers
-        place, ids, _ = row.listing(c, launch.part)
-        key = row.keys(c, launch.part) if fits is None else fits
+        place, ids, key = fits or row.chunk(c, launch.part)
         above = key > threshold
         equal = (key == threshold) & (threshold > lowest)
         both = _ones(above) + (_ones(equal) << _HALF)

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import core
 from pallas_kernels._mosaic import run_interpreted
-from pallas_kernels.block_scaled_matmul import configs, operand_sm90, pallas_sm100, ring
+from pallas_kernels.block_scaled_matmul import configs, pallas_sm100, ring
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul, matmul_bf16, matmul_fp8
 from pallas_kernels.block_scaled_matmul.arg_specs import CASES
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile, Tile
@@ -158,24 +158,6 @@ def test_decode_body_shapes_give_the_same_bits(tile):
     np.testing.assert_array_equal(np.asarray(run(tile)), np.asarray(plain))
 
 
-@pytest.mark.parametrize("depth", [128, 256])
-def test_operand_registers_come_from_where_their_codes_lie(depth):
-    # a stage is tiled by 8 rows x 128 bytes; a tile's row is eight pieces of 16 bytes, which are
-    # exchanged by the row's number
-    row, channel = np.meshgrid(np.arange(64), np.arange(depth), indexing="ij")
-    tile = row // 8 * (depth // 128) + channel // 128
-    piece = channel % 128 // 16 ^ row % 8
-    expected = tile * 1024 + row % 8 * 128 + piece * 16 + channel % 16
-    lane = np.arange(32)
-    for warp, lower, line, half, eight in np.ndindex(4, 2, depth // 128, 2, 8):
-        # the A operand of a wgmma: rows lane / 4 and eight more, two columns a lane of eight
-        own = 16 * warp + 8 * lower + lane // 4
-        first = 128 * line + 64 * half + 8 * eight + 2 * (lane % 4)
-        place = operand_sm90.code_place(warp, lane, lower, line, half, eight, depth)
-        np.testing.assert_array_equal(place, expected[own, first])
-        np.testing.assert_array_equal(place + 1, expected[own, first + 1])
-
-
 def test_rows_do_not_see_their_neighbours_or_padding():
     """A row alone, moved, beside NaN and infinity: equal bits."""
     rng = generator(5)
@@ -295,8 +277,14 @@ def test_tiles_that_do_not_fit_are_refused():
         body_fp8(x.astype(E4M3), jnp.ones((3, 8)), w, jnp.ones((3, 4)), Tile(depth=64))
 
 
+def test_a_stage_is_no_longer_than_k_allows():
+    whole, odd = configs.decode_tile(5120, 512, 16), configs.decode_tile(5120, 384, 16)
+    assert (whole.depth, odd.depth) == (256, 128)
+    assert odd.stages * odd.depth == whole.stages * whole.depth
+
+
 def test_every_tile_of_the_table_is_chosen_by_some_shape():
-    chosen = {id(configs.decode_tile(n, m)) for n in (5120, 32768) for m in (1, 16, 32, 256)}
+    chosen = {id(configs.decode_tile(n, 512, m)) for n in (5120, 32768) for m in (1, 16, 32, 256)}
     chosen |= {
         id(configs.bf16_tile(n, m, size, False))
         for n in (1792, 4608, 5120)

@@ -10,6 +10,8 @@ from native_ascend.handles import DeviceCache, DeviceWeights
 from native_ascend.plan import PlanBuilder
 from native_ascend.session import DeviceStep
 
+pytestmark = pytest.mark.accept(13)
+
 ONES = {"x": np.ones((3, 4), np.float32)}
 
 

@@ -13,6 +13,8 @@ import native_ascend
 from native_ascend import attention, ops
 from pallas_kernels import core
 
+pytestmark = pytest.mark.accept(13)
+
 RNG = np.random.default_rng(7)
 
 

@@ -13,6 +13,8 @@ from jax import lax
 import native_ascend
 from native_ascend import ffi, ops, runtime
 
+pytestmark = pytest.mark.accept(13)
+
 X = jnp.arange(12.0).reshape(3, 4)
 W = jnp.arange(8.0).reshape(4, 2)
 
