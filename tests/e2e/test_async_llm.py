@@ -32,11 +32,12 @@ def llm(model):
 
 def use(model, main):
     """Runs `main(AsyncLLM)` to its end; no worker is left behind."""
+    before = set(threading.enumerate())  # a server of another test may be at work
 
     async def session():
         async with di.AsyncLLM(model, runtime=RUNTIME) as served:
             result = await asyncio.wait_for(main(served), 120)
-        assert not [t for t in threading.enumerate() if t.name == "AsyncLLM"]
+        assert not [t for t in set(threading.enumerate()) - before if t.name == "AsyncLLM"]
         return result
 
     return asyncio.run(session())

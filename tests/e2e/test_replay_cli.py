@@ -155,7 +155,6 @@ def test_a_foreign_config_is_refused_by_name(path, checkpoint, capsys):
         ({"options": {"max_len": 9999}}, "options.max_len: the record has 9999"),
         ({"runtime": {"novel": 1}}, "another version.*novel"),
         ({"request": {"params": {"n": 1, "novel": 1}}}, "no field 'novel'"),
-        ({"model": {"source": "no_such_place"}}, "a source is a folder"),
     ],
 )
 def test_what_cannot_be_run_again_is_refused_by_name(path, capsys, sections, complaint):
@@ -165,6 +164,13 @@ def test_what_cannot_be_run_again_is_refused_by_name(path, capsys, sections, com
     code, out, err = replay(capsys, path)
     assert (code, out) == (2, "")
     assert re.search(complaint, err), err
+
+
+def test_a_model_that_is_not_there_is_no_wrong_usage(path, capsys):
+    change(path, model={"source": "no_such_place"})
+    code, out, err = replay(capsys, path)
+    assert (code, out) == (3, "")
+    assert "a source is a folder" in err
 
 
 def test_a_level_that_cannot_be_held_here_is_refused(path, capsys, monkeypatch):

@@ -147,6 +147,7 @@ def test_tokens_with_drafts_are_those_of_the_other_form():
     )
 
 
+@pytest.mark.slow
 def test_bits_at_batch_are_those_of_lone_requests_in_an_engine_laid_out_otherwise():
     this = loaded("static", "checkpoint", "batch")
     outputs = []
