@@ -61,12 +61,19 @@ def swiglu(
     The gate is clamped from above only, `up` on both sides; the routing weight multiplies before
     the down projection's quantiser, so it changes the FP8 scales.
     """
-    gate = jnp.minimum(ops.bf16(ops.contract(x, expert.w1)), moe.swiglu_limit)
-    up = jnp.clip(ops.bf16(ops.contract(x, expert.w3)), -moe.swiglu_limit, moe.swiglu_limit)
-    active = jax.nn.silu(gate) * up
+    active = _activated(ops, moe, ops.contract(x, expert.w1), ops.contract(x, expert.w3))
     if weight is not None:
         active = active * weight
     return ops.bf16(ops.contract(ops.q8(ops.bf16(active)), expert.w2))
+
+
+def _activated(
+    ops: Ops, moe: MoEConfig, gate: Float[Array, "t w"], up: Float[Array, "t w"]
+) -> Float[Array, "t w"]:
+    """Returns SwiGLU of the two products, rounded and clamped first."""
+    gate = jnp.minimum(ops.bf16(gate), moe.swiglu_limit)
+    up = jnp.clip(ops.bf16(up), -moe.swiglu_limit, moe.swiglu_limit)
+    return jax.nn.silu(gate) * up
 
 
 def routed_experts(
@@ -131,9 +138,7 @@ def all_experts(
     count, width, dim = w1.shape
     gate = ops.contract_float32(x, w1.reshape(-1, dim))
     up = ops.contract_float32(x, w3.reshape(-1, dim))
-    gate = jnp.minimum(ops.bf16(gate), moe.swiglu_limit)
-    up = jnp.clip(ops.bf16(up), -moe.swiglu_limit, moe.swiglu_limit)
-    active = (jax.nn.silu(gate) * up).reshape(-1, count, width)
+    active = _activated(ops, moe, gate, up).reshape(-1, count, width)
     selected = ids[:, :, None] == jnp.arange(count)
     weight = jnp.where(selected, weights[:, :, None], 0.0).max(axis=1)
     active = ops.q8(ops.bf16(active * weight[:, :, None]))
@@ -192,13 +197,11 @@ def every_expert(
     """
     count, width, dim = experts.w1.shape
     up_shape = (count * width, dim)
-    gate = ops.bf16(ops.contract(x, experts.w1.reshape(up_shape)))
-    gate = jnp.minimum(gate, moe.swiglu_limit)
-    up = ops.bf16(ops.contract(x, experts.w3.reshape(up_shape)))
-    up = jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
+    gate = ops.contract(x, experts.w1.reshape(up_shape))
+    up = ops.contract(x, experts.w3.reshape(up_shape))
     chosen = ids[:, :, None] == jnp.arange(count)
     weight = jnp.where(chosen, weights[:, :, None], 0.0).sum(axis=1)
-    active = jax.nn.silu(gate) * up * jnp.repeat(weight, width, axis=1)
+    active = _activated(ops, moe, gate, up) * jnp.repeat(weight, width, axis=1)
     active = ops.q8(ops.bf16(active))
     return ops.contract(active, experts.w2.swapaxes(0, 1).reshape(dim, count * width))
 

@@ -15,17 +15,14 @@ from deepinfer_jax.errors import DeepInferError
 from deepinfer_jax.serve.answers import FAILURES, failed_completion
 from deepinfer_jax.serve.body import aside, read_object
 from deepinfer_jax.serve.completion_tasks import CompletionTask, read_task
-from deepinfer_jax.serve.conversations import check_record, json_response, note_early, service_of
+from deepinfer_jax.serve.conversations import check_record, deliver, service_of
 from deepinfer_jax.serve.errors import ApiError, as_api_error
 from deepinfer_jax.serve.legacy_logprobs import legacy_logprobs, prompt_logprobs
 from deepinfer_jax.serve.service import Live, Service
 from deepinfer_jax.serve.sse import (
     DONE,
     PING,
-    Disconnected,
-    EventStream,
     frame,
-    until_disconnect,
 )
 
 
@@ -38,22 +35,7 @@ async def completions(request: Request) -> Response:
     check_record(service, task.extras)
     answer = CompletionAnswer(service, task)
     headers = {"x-request-id": task.id}
-
-    def close(early: Disconnected | None) -> None:
-        answer.close()
-        note_early(service, early)
-
-    if task.is_stream:
-        stall_s = config.stream_stall_timeout_s
-        return EventStream(answer.frames(), stall_s=stall_s, headers=headers, close=close)
-    try:
-        found = await until_disconnect(request.receive, answer.whole())
-    except Disconnected as early:
-        note_early(service, early)
-        return Response(status_code=499)
-    finally:
-        answer.close()
-    return json_response(found, headers=headers)
+    return await deliver(request, answer, answer.close, headers, is_stream=task.is_stream)
 
 
 class CompletionAnswer:

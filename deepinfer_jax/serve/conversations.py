@@ -1,6 +1,7 @@
 """The routes of the conversation protocols."""
 
-from collections.abc import Awaitable, Callable
+import typing
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import orjson
 from starlette.requests import Request
@@ -13,6 +14,18 @@ from deepinfer_jax.serve.protocols import MESSAGES, Protocol
 from deepinfer_jax.serve.service import Service
 from deepinfer_jax.serve.sse import Disconnected, EventStream, until_disconnect
 from deepinfer_jax.serve.tasks import Extras
+
+
+class Answer(typing.Protocol):
+    """What a route gives back, in pieces or at once."""
+
+    def frames(self) -> AsyncGenerator[bytes]:
+        """Yields the events of a stream."""
+        ...
+
+    async def whole(self) -> object:
+        """Returns the answer as JSON types."""
+        ...
 
 
 def service_of(request: Request) -> Service:
@@ -41,24 +54,37 @@ def conversation(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]
         headers = {"x-request-id": task.id}
         if task.warnings:
             headers["x-deepinfer-warnings"] = "; ".join(task.warnings)
-
-        def close(early: Disconnected | None) -> None:
-            live.close()
-            note_early(service, early)
-
-        if task.is_stream:
-            stall_s = config.stream_stall_timeout_s
-            return EventStream(answer.frames(), stall_s=stall_s, headers=headers, close=close)
-        try:
-            found = await until_disconnect(request.receive, answer.whole())
-        except Disconnected as early:
-            note_early(service, early)
-            return Response(status_code=499)
-        finally:
-            live.close()
-        return json_response(found, headers=headers)
+        return await deliver(request, answer, live.close, headers, is_stream=task.is_stream)
 
     return handle
+
+
+async def deliver(
+    request: Request,
+    answer: Answer,
+    close: Callable[[], None],
+    headers: dict[str, str],
+    *,
+    is_stream: bool,
+) -> Response:
+    """Returns an answer as a stream or as a whole; `close` runs at its end, however it comes."""
+    service = service_of(request)
+
+    def end(early: Disconnected | None) -> None:
+        close()
+        note_early(service, early)
+
+    if is_stream:
+        stall_s = service.config.stream_stall_timeout_s
+        return EventStream(answer.frames(), stall_s=stall_s, headers=headers, close=end)
+    try:
+        found = await until_disconnect(request.receive, answer.whole())
+    except Disconnected as early:
+        note_early(service, early)
+        return Response(status_code=499)
+    finally:
+        close()
+    return json_response(found, headers=headers)
 
 
 async def count_tokens(request: Request) -> Response:
