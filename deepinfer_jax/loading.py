@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,7 +53,16 @@ EXPAND_LIMIT_BYTES = 4 * 2**30
 class Model:
     """A loaded model: `params` is a pytree, `config` is static and hashable.
 
+    params: records of arrays, float32 where the weights were expanded (small models with numerics
+    "float32"), else the checkpoint's codes (float8_e4m3fn, packed FP4 in uint8) with their scales.
     draft_temperatures: of the confidences of its drafts (engine.md 3.4), None if none were fitted.
+
+    Raises:
+        TypeError: a field is missing; `load` makes these records.
+
+    Examples:
+        >>> model.source, model.config.vocab_size, model.params.head.shape
+        ('nano', 2048, (2048, 192))
     """
 
     config: ModelConfig
@@ -100,6 +109,11 @@ def load(
         KernelSelectionError: A kernel that was named does not exist or cannot run here.
         CheckpointError: Files are absent, damaged or do not match the config.
         TokenizerError: The tokenizer does not belong to the config.
+
+    Examples:
+        >>> model = di.load("nano", numerics="float32")
+        >>> model.config.execution.determinism
+        'batch'
     """
     _check_options(numerics, determinism, tp_chunks)
     execution = ExecutionConfig(
@@ -247,6 +261,7 @@ def _branches(config: ModelConfig) -> Branches:
     return "static" if on_gpu and config.model_type == "deepseek_v41" else "data"
 
 
+@cache
 def fits_expanded(config: ModelConfig) -> bool:
     """Says whether all weights as float32 take at most `EXPAND_LIMIT_BYTES`."""
     return 4 * count_summary(tensor_inventory(config)).elements <= EXPAND_LIMIT_BYTES

@@ -13,15 +13,16 @@ from pallas_kernels.core.quant_array import QuantArray, dequantize
 def expand_float32(params: Any) -> Any:
     """Returns the tree with quantised and BF16 leaves as float32 arrays, one leaf at a time.
 
-    Every conversion is exact. Integer leaves and `HostTable` nodes stay as they are.
+    Every conversion is exact. Integer and float32 leaves and `HostTable` nodes stay as they are.
     """
     return jax.tree.map(_expand, params, is_leaf=lambda leaf: isinstance(leaf, QuantArray))
 
 
 def _expand(leaf: Any) -> Any:
     stored = leaf.payload if isinstance(leaf, QuantArray) else leaf
-    if not isinstance(leaf, QuantArray) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
+    if not isinstance(leaf, QuantArray):
+        if leaf.dtype == jnp.float32 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
     if not stored.is_fully_addressable or len(stored.sharding.device_set) > 1:
         return _dequantize(leaf)  # shards stay where they are
     # One device: NumPy expands in milliseconds what XLA would first compile for every shape.

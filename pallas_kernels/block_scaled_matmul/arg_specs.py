@@ -48,7 +48,7 @@ CASES: tuple[ArgSpec, ...] = (
     _block(1, 64, 128, "one row", "interpret"),
     _block(9, 192, 192, "nano, half a stage", "interpret"),
     _block(65, 100, 96, "two token tiles, ragged N and K", "interpret"),
-    _block(300, 160, 256, "many tokens", "interpret"),
+    _block(140, 160, 256, "three token tiles", "interpret"),
     *(_block(m, n, k, f"{name} m={m}", "real") for name, (n, k) in LINEARS.items() for m in ROWS),
 )
 

@@ -45,7 +45,7 @@ def test_float32_holds_floats_only_and_checkpoint_keeps_the_bytes():
 
 
 @pytest.mark.parametrize("place", ["host", "mapped"])
-@pytest.mark.parametrize("numerics", ["float32", "checkpoint"])
+@pytest.mark.parametrize("numerics", ["checkpoint"])
 def test_engram_tables_off_the_device_give_the_same_bits(place, numerics):
     ids = np.array([3, 400, 7, 7, 9, 11, 12, 80, 81], np.int32)
     here = di.load(TINY, numerics=numerics)

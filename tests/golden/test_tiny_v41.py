@@ -16,8 +16,12 @@ from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.model import draft, forward
 from deepinfer_jax.model.attention.window import read_window
 from deepinfer_jax.model.engram import hashing
+from deepinfer_jax.model.vision.encode import encode_images
+from deepinfer_jax.vision.image import read_image
+from deepinfer_jax.vision.plan import token_kinds
+from deepinfer_jax.vision.prompt import expand_images
 from tests.golden import compare
-from tests.golden.ledger import Fixture, Left, Suite
+from tests.golden.ledger import Fixture, Suite
 from tests.golden.network import ops, tiny_config, tiny_params
 from tests.golden.test_engram import context_of
 from tests.golden.tiny import Run, run_prompt
@@ -40,7 +44,30 @@ def check_logits(fixture: Fixture, prompt: str) -> None:
 def check_layers(fixture: Fixture, prompt: str) -> None:
     """Everything the file saves of every layer."""
     ids = fixture.input(f"{prompt}.ids")
-    run = run_prompt(ids)
+    _check_layers(fixture, prompt, ids, run_prompt(ids))
+
+
+def check_image(fixture: Fixture) -> None:
+    """The prompt with an image in its middle: ids, every layer, logits; from the PNG's bytes."""
+    config, ids = tiny_config(), fixture.input("IMG.ids")
+    image = read_image(fixture.input("IMG.png_bytes").tobytes(), config.vision)
+    types, grid = fixture.take("IMG.types"), image.plan
+    compare.exact("IMG.types", types >= 0, ids == config.image_token_id)
+    compare.exact("IMG.types", types[types >= 0], token_kinds(grid))
+    sides = (grid.patch_rows, grid.patch_columns, grid.cell_rows, grid.cell_columns)
+    compare.exact("IMG.grid", np.asarray(sides), fixture.take("IMG.grid"))
+    text = np.delete(ids, np.flatnonzero(types > 0))
+    expanded, _ = expand_images(text.tolist(), [image], config)
+    compare.exact("IMG.ids", np.asarray(expanded), ids)
+    rows = encode_images(tiny_params(), config, [image.pixels])
+    run = run_prompt(ids, image_rows=rows)
+    _check_layers(fixture, "IMG", ids, run)
+    run_score = jax.jit(forward.score, static_argnums=1)
+    logits = run_score(tiny_params(), config, jnp.asarray(ids), rows)
+    close("IMG.logits_all", logits, fixture.take("IMG.logits_all"))
+
+
+def _check_layers(fixture: Fixture, prompt: str, ids: np.ndarray, run: Run) -> None:
     close(f"{prompt}.final_normed", run.normed, fixture.take(f"{prompt}.final_normed"))
     for layer in range(LAYERS):
         _check_layer(fixture, f"{prompt}.layers.{layer}", layer, run, ids)
@@ -88,7 +115,8 @@ def _check_layer(fixture: Fixture, name: str, layer: int, run: Run, ids: np.ndar
 
 def _hash_ids(layer: int, ids: np.ndarray) -> jax.Array:
     config, token_map = tiny_config(), tiny_params().engram.token_map.ids
-    context = context_of(ids, np.ones(len(ids)), token_map, config.engram.engram_max_ngram_size)
+    is_text = ids != config.image_token_id
+    context = context_of(ids, is_text, token_map, config.engram.engram_max_ngram_size)
     pad = int(token_map[config.engram.engram_pad_token_id])
     place = config.engram.engram_layer_ids.index(layer)
     return hashing.hash_ids(
@@ -173,15 +201,10 @@ def _prompt(check: Callable[..., None], prompt: str) -> Callable[[Fixture], None
 CASES = (
     {f"logits {prompt}": _prompt(check_logits, prompt) for prompt in "ABC"}
     | {f"layers {prompt}": _prompt(check_layers, prompt) for prompt in "ABC"}
-    | {"greedy": check_greedy, "draft": check_draft}
+    | {"greedy": check_greedy, "draft": check_draft, "image": check_image}
 )
-IMAGES = Left(
-    11,
-    "image prompt: needs the vision tower",
-    tuple(key for key in Fixture(FILE).arrays if key.startswith("IMG.")),
-)
-SUITE = Suite(FILE, CASES, [IMAGES])
-pytestmark = pytest.mark.accept(2)
+SUITE = Suite(FILE, CASES)
+pytestmark = [pytest.mark.accept(2), pytest.mark.accept(12)]
 
 
 @pytest.mark.parametrize("case", CASES)

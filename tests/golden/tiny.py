@@ -14,6 +14,7 @@ from deepinfer_jax.model.step import logits, sequence_plan, step
 from tests.golden.network import TILE, tiny_config, tiny_params
 
 ROWS = 304  # prompt C, in whole tiles
+MOST_IMAGE_ROWS = 24
 SEEN = (
     "x_in",
     "tap",
@@ -52,11 +53,24 @@ def _program(numerics: str) -> Any:
     return jax.jit(run)
 
 
-def run_prompt(ids: np.ndarray, numerics: str = "float32") -> Run:
-    """Returns one pass from position 0; one compiled program serves every length up to ROWS."""
+def run_prompt(
+    ids: np.ndarray, numerics: str = "float32", image_rows: np.ndarray | None = None
+) -> Run:
+    """Returns one pass from position 0; one compiled program serves every length up to ROWS.
+
+    image_rows: what takes the place of image tokens, in order.
+    """
     count = len(ids)
     plan = sequence_plan(jnp.asarray(np.pad(ids, (0, ROWS - count))), TILE)
-    plan = plan.replace(count=jnp.int32(count))
+    place = np.maximum(np.cumsum(ids == tiny_config().image_token_id) - 1, 0)
+    rows = jnp.zeros((MOST_IMAGE_ROWS, tiny_config().hidden_size))
+    if image_rows is not None:
+        rows = rows.at[: len(image_rows)].set(image_rows)
+    plan = plan.replace(
+        count=jnp.int32(count),
+        image_rows=rows,
+        image_place=jnp.asarray(np.pad(place, (0, ROWS - count)).astype(np.int32)),
+    )
     state = single_sequence(tiny_config(numerics), ROWS, row_tile=TILE)
     state, hidden, scores, seen = _program(numerics)(tiny_params(numerics), state, plan)
     return Run(

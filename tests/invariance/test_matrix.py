@@ -56,6 +56,8 @@ def test_the_network_of_tiny():
     assert "one device" in str(rows[MESH].skipped) or len(jax.devices()) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.accept(7)
 def test_the_network_of_nano():
     check(di.verify_invariance(nano(), cases=FAST_NANO))
 

@@ -64,7 +64,9 @@ def arguments(spec, seed=0) -> Any:
 # layout ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("low", "high"), [(117, 124), (0, 129)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 129), pytest.param(117, 124, marks=pytest.mark.slow)]
+)
 def test_words_decode_to_the_weights(low, high):
     rng = generator(1)
     w1, w3 = (experts(rng, 2, 96, 160, low=low, high=high) for _ in range(2))

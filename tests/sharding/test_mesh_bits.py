@@ -50,6 +50,8 @@ def test_cached_rows_have_the_bits_of_one_device(run):
     all_equal(run("equal", "tiny_v41", "float32", "cached", *map(json.dumps, FAST)))
 
 
+@pytest.mark.slow
+@pytest.mark.accept(10)
 def test_pure_functions_in_checkpoint_arithmetic(run):
     all_equal(run("equal", "tiny_v41", "checkpoint", "forms", json.dumps(FAST[2])))
 

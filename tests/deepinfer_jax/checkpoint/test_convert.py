@@ -93,7 +93,9 @@ def test_dtypes_of_the_store_are_those_of_the_tree(converted):
 
 
 @pytest.mark.accept(3)
-@pytest.mark.parametrize("numerics", ["checkpoint", "float32"])
+@pytest.mark.parametrize(
+    "numerics", ["checkpoint", pytest.param("float32", marks=pytest.mark.slow)]
+)
 def test_a_restart_gives_the_same_logits(fixtures_dir, converted, numerics):
     model = load(fixtures_dir / "tiny_v41", numerics=numerics)
     folder = converted / "tiny_v41"
@@ -261,6 +263,8 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.accept(3)
 def test_missing_data_files_are_named(root, damaged):
     # In a process of its own: the other reads of a failed group end when Orbax's event loop is
     # gone, at any later time, with complaints on stderr.

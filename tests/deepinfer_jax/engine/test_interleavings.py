@@ -105,7 +105,9 @@ def explore(make, depth: int, kinds=REQUESTS) -> Counter[str]:
     return met
 
 
-@pytest.mark.parametrize(("async_depth", "length"), [(0, 5), (1, 6), (2, 5)])
+@pytest.mark.parametrize(
+    ("async_depth", "length"), [(0, 5), (1, 5), (2, 5), pytest.param(1, 6, marks=pytest.mark.slow)]
+)
 def test_every_interleaving_conserves_and_finishes(monkeypatch, async_depth, length):
     make = small_engines(monkeypatch, slots=2, blocks=2, max_len=4, async_depth=async_depth)
     met = explore(make, depth=length)

@@ -96,7 +96,7 @@ def test_what_is_emitted_alone_is_valid():
                 assert output.text in ("yes", "no", "perhaps")
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", ["none", "own", "forced"])
 def test_depth_and_drafts_change_nothing(depth, drafts):
     runtime = drafting(async_depth=depth)

@@ -104,7 +104,7 @@ def test_recomputed_prefix(count):
 
 
 @pytest.mark.accept(3)
-@pytest.mark.parametrize("size", [1, 3, 5, 64])
+@pytest.mark.parametrize("size", [1, 3, 5, pytest.param(64, marks=pytest.mark.slow)])
 def test_chunks_equal_recomputation(size):
     """In another slot, in permuted blocks of a poisoned cache; the rows cover every length."""
     same(chunked(steps(size, LONGEST)), reference())

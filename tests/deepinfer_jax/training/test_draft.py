@@ -211,6 +211,7 @@ def test_loss_is_the_one_of_the_specification():
     assert float(metrics["load"].sum()) == 2 * 3 * SIZE
 
 
+@pytest.mark.slow
 def test_loss_does_not_depend_on_the_chunk():
     _, params = model()
     pulled, *_ = losses()
@@ -367,7 +368,9 @@ def test_command_writes_a_checkpoint_whose_backbone_is_the_target(tmp_path, caps
 
 
 @pytest.mark.accept(6)
-@pytest.mark.parametrize(("head", "block"), [("rnn", 4), ("none", 2)])
+@pytest.mark.parametrize(
+    ("head", "block"), [("rnn", 4), pytest.param("none", 2, marks=pytest.mark.slow)]
+)
 def test_command_trains_another_head_and_block_and_writes_its_config(head, block, tmp_path):
     options = ["--lr", "1e-2", "--warmup", "2", "--head", head, "--block", str(block)]
     assert not command(tmp_path, "--steps", "12", *options)

@@ -118,6 +118,7 @@ def test_a_loop_is_a_sentence_written_three_times(model):
     assert not evaluate.judge(trial, output(" It rains." * 3)).correct
 
 
+@pytest.mark.slow
 def test_answers_stand_in_order_and_do_not_depend_on_workers(model):
     llm = di.LLM(model, runtime=evaluate.runtime_for(evaluate.SHORTEST))
     rows = [replace(row, max_tokens=6) for row in evaluate.choose_rows(["talk", "list"], 3)]

@@ -69,6 +69,8 @@ def test_twenty_steps_lower_the_loss_and_resume_bit_for_bit(tmp_path):
     assert bits(resumed) == bits(straight)
 
 
+@pytest.mark.slow
+@pytest.mark.accept(4)
 def test_two_devices_that_share_a_batch_take_the_same_steps(tmp_path):
     script = """
 import jax, numpy as np, sys
