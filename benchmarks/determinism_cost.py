@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.turns import alone
+
 REQUESTS, PROMPT, CONTEXT = 64, 256, 96  # CONTEXT: prompt tokens of requests that decode
 BUDGET = 2048  # rows of a step
 STEPS, WINDOWS = 12, 3  # decode steps of a measurement, measurements
@@ -308,13 +310,14 @@ def parent(given: argparse.Namespace) -> list[dict[str, Any]]:
         while time.monotonic() < patience and any(is_compiling(*one) for one in running):
             time.sleep(POLL_S)
         for name, process in sorted(running, key=lambda one: is_compiling(*one)):
-            (folder / f"{name}.go").touch()
-            try:
-                code = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                code = "late"
+            with alone(given.lock):
+                (folder / f"{name}.go").touch()
+                try:
+                    code = process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    code = "late"
             if code != 0:
                 print(json.dumps({"process": name, "failed": code}), flush=True)
         path = folder / "lines.jsonl"
@@ -335,6 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=190.0, help="processes are ended then")
     parser.add_argument("--json", type=Path, help="also append the lines to this file")
     parser.add_argument("--png", type=Path)
+    parser.add_argument("--lock", type=Path, help="a file to lock while something is timed")
     for name in ("--child", "--folder", "--levels"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 import deepinfer_jax as di
+from benchmarks.turns import alone
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.sequence import Phase
 from deepinfer_jax.loading import load
@@ -183,6 +184,8 @@ def measure(engine: Engine, count: int, steps: int, folder: Path) -> dict[str, o
     requests = [engine.submit(ids, rules(output_tokens(steps))) for ids in asked]
     sequences = [sequence for request in requests for sequence in request.sequences]
     while not all(sequence.phase is Phase.RUNNING for sequence in sequences):
+        if any(request.is_done for request in requests):
+            raise SystemExit(f"{count} requests never ran together: {engine.stats()}")
         engine.step()
     for _ in range(4):
         engine.step()
@@ -210,6 +213,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--budget", type=int, default=1024, help="rows of a prompt step")
     parser.add_argument("--trace", type=Path, default=None, help="folder to keep the traces in")
+    parser.add_argument("--lock", type=Path, help="a file to lock while something is timed")
     given = parser.parse_args()
     model = load(given.model, numerics=given.numerics, determinism=given.determinism)
     runtime = di.RuntimeConfig(
@@ -222,7 +226,7 @@ def main() -> None:
     engine = Engine(model, runtime)
     engine.warm_up()  # side by side: on a GPU a program takes a minute
     for count in given.requests:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, alone(given.lock):
             folder = (given.trace or Path(scratch)) / f"{count}_requests"
             begin = time.perf_counter()
             figures = measure(engine, count, given.steps, folder)

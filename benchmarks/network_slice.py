@@ -15,17 +15,16 @@ side by side.
 """
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks.turns import alone
 
 CONTEXT, PREFILL = 16384, 8192
 EXPERTS, TABLE_ROWS = 64, 40000
@@ -258,17 +257,6 @@ def kernel_shares(run: Any) -> tuple[dict[str, float], Counter[str], int]:
             own[name[:60]] += milliseconds * 1e3
         shares[op] += milliseconds * 1e3
     return dict(shares), Counter(dict(own.most_common(10))), len(timings)
-
-
-@contextlib.contextmanager
-def alone(path: Path | None) -> Iterator[None]:
-    """Holds the lock file, if there is one."""
-    if path is None:
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def compiled_step(config: Any, params: Any, state: Any, plan: Any) -> Any:

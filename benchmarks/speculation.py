@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from benchmarks.turns import alone
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.draft_policy import DraftPolicy
 from deepinfer_jax.engine.engine import Engine
@@ -96,9 +97,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--determinism", default="batch")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=0, help="of a load; 0: max(16, load)")
+    parser.add_argument("--requests", type=int, default=0, help="of a load; 0: max(16, 2 x load)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--profile", type=Path, default=None, help="folder of measured step times")
+    parser.add_argument("--lock", type=Path, help="a file to lock while something is timed")
     chosen = parser.parse_args(arguments)
     loads = [int(n) for n in chosen.loads.split(",")]
     model = load(chosen.model, determinism=chosen.determinism)
@@ -113,13 +115,25 @@ def measure_load(model: Model, count: int, chosen: argparse.Namespace) -> None:
     )
     engines = {on: Engine(model, replace(runtime, drafting=on)) for on in (False, True)}
     compile_s = sum(compile_all(engine) for engine in engines.values())
+    with alone(chosen.lock):
+        compare(model, engines, count, compile_s, chosen)
+
+
+def compare(
+    model: Model,
+    engines: dict[bool, Engine],
+    count: int,
+    compile_s: float,
+    chosen: argparse.Namespace,
+) -> None:
+    """Times all policies of one load. engines: by whether they draft."""
     note = engines[True].profile(chosen.profile)
     scheduled = engines[True].scheduler.policy
     size = scheduled.size
     policies = {"off": (False, engines[False].scheduler.policy)}
     policies |= {f"fixed {n}": (True, DraftPolicy(size=size, most=n)) for n in range(1, size + 1)}
     policies["scheduled"] = (True, scheduled)
-    prompts = prompts_of(model, chosen.requests or max(16, count))
+    prompts = prompts_of(model, chosen.requests or max(16, 2 * count))
     common = {
         "benchmark": "speculation",
         "model": chosen.model,

@@ -1,10 +1,11 @@
 """The one module that reaches `native_ascend`: from a config and parameters to a device session.
 
 `native_ascend` knows sizes, arrays and CANN; this module knows names and layouts of this package.
-Its errors are `DeepInferError` as well.
+Its errors are `DeepInferError` as well. `load(kernels="ascend")` asks here whether it can be had,
+`engine.ascend_device` runs an `AscendModel`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import index_layers, layer_roles, source_layers, source_ratios
-from deepinfer_jax.errors import ConfigError, DeepInferError
+from deepinfer_jax.errors import ConfigError, DeepInferError, KernelSelectionError
 from pallas_kernels import core
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ def ascend_errors() -> Iterator[None]:
         ) from error
 
 
+def ascend_name() -> str:
+    """Returns chip and version of the loaded runtime; a software double says that it is one."""
+    from native_ascend import current
+
+    with ascend_errors():
+        return repr(current())
+
+
 def ascend_report() -> dict[str, str]:
     """Returns what there is of Ascend here, for `deepinfer-jax env`; loads nothing."""
     import native_ascend
@@ -55,8 +64,77 @@ def ascend_report() -> dict[str, str]:
     return {"status": native_ascend.STATUS} | native_ascend.diagnostics()
 
 
+def names_ascend(kernels: str | Mapping[str, str] | None) -> bool:
+    """Says whether `load(kernels=...)` asks for Ascend: "ascend", or {"network": "ascend"}.
+
+    Raises:
+        KernelSelectionError: a mapping that names it for single operations, or others beside it.
+            The bridge's operators on host arrays are no kernels of those: each call would move its
+            weights to the device again, in layouts that the parameters do not have.
+    """
+    if not isinstance(kernels, Mapping):
+        return kernels == "ascend"
+    named = [op for op, value in kernels.items() if value == "ascend"]
+    if named and dict(kernels) != {"network": "ascend"}:
+        raise KernelSelectionError(
+            named[0],
+            "ascend",
+            "an Ascend device runs the whole network of a step in one call, not single operations",
+            repr(dict(kernels)),
+            'use kernels="ascend" or {"network": "ascend"} alone',
+        )
+    return bool(named)
+
+
+def require_ascend(config: ModelConfig, *, mesh: Any, engram: str) -> None:
+    """Checks that a model can run on an Ascend device here; loads CANN unless it is loaded.
+
+    Args:
+        config: of the model; `execution.numerics` is the one asked for.
+        mesh: as given to `load`.
+        engram: as given to `load`.
+
+    Raises:
+        ConfigError: another model type or arithmetic, a mesh, Engram tables off the device, or JAX
+            on another platform than the CPU, which the custom calls belong to.
+        DeepInferError: also an `AscendUnavailable` (no bridge, no CANN, no device),
+            `AscendUnsupported` (no operator expresses a step of the model) or `AscendUnverified`.
+    """
+    with ascend_errors():
+        from native_ascend import runtime
+        from native_ascend.operators import STEPS
+
+        if not runtime.is_loaded():
+            runtime.load()
+        _require_form(config)
+        require_length(config, 1)
+        runtime.current().require({name for step in STEPS for name in step.operators})
+    import jax
+
+    for rule, is_kept, received in (
+        ("takes one device: leave mesh out", mesh is None, f"mesh={mesh!r}"),
+        ('keeps Engram tables on the device: engram="device"', engram == "device", repr(engram)),
+        (
+            "is called from programs on the CPU: set JAX_PLATFORMS=cpu",
+            jax.default_backend() == "cpu",
+            repr(jax.default_backend()),
+        ),
+        ("is for one process", jax.process_count() == 1, f"{jax.process_count()} processes"),
+    ):
+        if not is_kept:
+            raise ConfigError(f'kernels="ascend" {rule}; received {received}')
+
+
+def _require_form(config: ModelConfig) -> None:
+    if config.model_type != "deepseek_v41" or config.execution.numerics != "checkpoint":
+        raise ConfigError(
+            'kernels="ascend" runs deepseek_v41 with numerics="checkpoint", received '
+            f"{config.model_type} with {config.execution.numerics!r}"
+        )
+
+
 class AscendModel:
-    """A model on an Ascend device: one sequence at a time, one custom call a step."""
+    """A model on an Ascend device: several sequences, one custom call a step of one of them."""
 
     def __init__(
         self,
@@ -66,17 +144,19 @@ class AscendModel:
         rotation: Callable[[np.ndarray, bool], tuple[np.ndarray, np.ndarray]],
         engram_ids: Callable[[np.ndarray, int], tuple[np.ndarray, ...]],
         max_len: int,
+        sequences: int = 1,
         chunk: int = 8,
         device: int = 0,
     ) -> None:
-        """Uploads the weights; `native_ascend.load()` was called, or is called here for CANN.
+        """Uploads the weights to the runtime that `require_ascend` or the caller loaded.
 
         Args:
             config: of a V4.1 model in checkpoint arithmetic with `use_fp4_sparse_kv=false`.
             params: as loaded, quantised.
             rotation: positions int32 [t] and whether YaRN -> cos and sin, float32 [t, r / 2].
             engram_ids: all token ids and the first wanted position -> Engram rows of every layer.
-            max_len: tokens of the sequence.
+            max_len: tokens of a sequence.
+            sequences: that are held at once, each with a cache of `max_len` tokens.
             chunk: rows of a prefill step.
             device: number of the device.
 
@@ -84,55 +164,66 @@ class AscendModel:
             ConfigError: another model type or arithmetic.
             DeepInferError: also an `AscendError`: unavailable, unsupported or unverified.
         """
-        if config.model_type != "deepseek_v41" or config.execution.numerics != "checkpoint":
-            raise ConfigError(
-                'kernels="ascend" runs deepseek_v41 with numerics="checkpoint", received '
-                f"{config.model_type} with {config.execution.numerics!r}"
-            )
+        _require_form(config)
+        self.chunk = chunk
         with ascend_errors():
-            from native_ascend import runtime
             from native_ascend.session import Session
 
-            network = ascend_network(config)
-            network.require_supported(max_len)
-            if not runtime.is_loaded():
-                runtime.load()
             self._session = Session(
-                network,
+                ascend_network(config),
                 ascend_weights(config, params),
                 engram_ids,
                 rotation,
                 max_len=max_len,
+                sequences=sequences,
                 chunk=chunk,
                 device=device,
             )
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+    def length(self, sequence: int) -> int:
+        """Returns the tokens of a sequence whose rows are on the device."""
+        return len(self._session.tokens[sequence])
+
+    def extend(self, sequence: int, token_ids: Sequence[int]) -> np.ndarray:
         """Returns float32 logits [v] behind `token_ids`, which follow all earlier ones."""
         with ascend_errors():
-            return self._session.extend(token_ids)
+            return self._session.extend(token_ids, sequence)
 
-    def generate(
-        self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()
-    ) -> list[int]:
-        """Returns greedy continuation ids of a fresh sequence; the lowest id wins a tie."""
+    def begin(self, sequence: int, length: int = 0) -> None:
+        """Begins a sequence anew, or after its first `length` tokens; few can be taken back."""
         with ascend_errors():
-            self._session.restart()
-        found: list[int] = []
-        logits = self.logits(prompt)
-        while True:
-            token = int(np.argmax(logits))
-            if token in stop:
-                return found
-            found.append(token)
-            if len(found) == max_tokens:
-                return found
-            logits = self.logits([token])
+            if length:
+                self._session.shorten(length, sequence)
+            else:
+                self._session.restart(sequence)
+
+    def copy(self, source: int, target: int) -> None:
+        """Makes a sequence equal to another."""
+        with ascend_errors():
+            self._session.copy(source, target)
 
     def close(self) -> None:
         """Frees what the model holds on the device."""
         with ascend_errors():
             self._session.close()
+
+
+def require_length(config: ModelConfig, max_len: int) -> None:
+    """Checks that operators express sequences of `max_len` tokens of a model.
+
+    Raises:
+        DeepInferError: also an `AscendUnsupported`.
+    """
+    with ascend_errors():
+        ascend_network(config).require_supported(max_len)
+
+
+def context_limit(config: ModelConfig) -> int | None:
+    """Returns the most tokens of a sequence on an Ascend device, None without such a limit.
+
+    Beyond, later index layers are restricted to candidate blocks, which no operator expresses.
+    """
+    return ascend_network(config).candidate_rows
 
 
 def ascend_network(config: ModelConfig) -> "Network":
@@ -290,4 +381,15 @@ def _engram(config: ModelConfig, params: Params, prepared: "Prepared") -> None:
         prepared.plain(f"{name}.weight", weight * np.asarray(memory.k_weight[place], np.float32))
 
 
-__all__ = ["AscendModel", "ascend_errors", "ascend_network", "ascend_report", "ascend_weights"]
+__all__ = [
+    "AscendModel",
+    "ascend_errors",
+    "ascend_name",
+    "ascend_network",
+    "ascend_report",
+    "ascend_weights",
+    "context_limit",
+    "names_ascend",
+    "require_ascend",
+    "require_length",
+]

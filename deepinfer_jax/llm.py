@@ -17,11 +17,13 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.lockstep import FollowingDevice
 from deepinfer_jax.engine.output import RequestOutput, ScoreOutput, StreamDelta
+from deepinfer_jax.engine.prompt import read_images, with_image_tokens
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.errors import InputError, TokenizerError
 from deepinfer_jax.loading import Model, load
 from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.vision.image import ImageInput
 
 Prompt = str | Sequence[int]
 
@@ -35,6 +37,14 @@ class LLM:
 
     Raises:
         DeepInferError: as `load`.
+
+    Examples:
+        >>> with di.LLM(model, runtime=llm.runtime) as own:
+        ...     own.max_len
+        256
+        >>> output = llm.generate("Mara lives in", di.SamplingParams(temperature=0, max_tokens=3))
+        >>> len(output[0].token_ids)  # int ids; log-probabilities would be float32 [3]
+        3
     """
 
     def __init__(
@@ -73,44 +83,63 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        images: Sequence[Any] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Returns one output per prompt, in order.
 
         prompts: a text, token ids, or a list of either. params: one for all or one per prompt.
-        progress: show a progress bar on stderr if it is a terminal. An interrupt aborts what runs
-        and keeps the model loaded.
+        images: those of the prompt, or of a list of prompts a sequence for each: files as bytes,
+        paths, data URLs, pictures or arrays (`vision.image.read_image`). Ids hold one
+        `config.image_token_id` for each; a text without any gets them in front. progress: show a
+        progress bar on stderr if it is a terminal. An interrupt aborts what runs and keeps the
+        model loaded.
 
         Raises:
-            InputError: A prompt or parameter that cannot be honoured. Nothing has run then.
+            InputError: A prompt, image or parameter that cannot be honoured. Nothing has run then.
+            ConfigError: There are images and Pillow is not installed.
         """
-        many = self._checked(_as_list(prompts), params)
-        requests = [self.engine.submit(ids, one) for ids, one in many]
-        total = sum(one.max_tokens * one.n for _, one in many)
+        listed = _as_list(prompts)
+        many = self._checked(listed, params, _images_of(prompts, listed, images))
+        requests = [self.engine.submit(ids, one, images=seen) for ids, seen, one in many]
+        total = sum(one.max_tokens * one.n for _, _, one in many)
         self._run(requests, progress, total)
         return [request.output() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        images: Sequence[Any] = (),
+    ) -> Iterator[StreamDelta]:
         """Yields the completions of one prompt as they grow; `index` tells them apart.
 
-        Closing the iterator aborts the request.
+        images: of the prompt, as in `generate`. Closing the iterator aborts the request.
 
         Raises:
             InputError: as `generate`, before anything runs.
         """
-        ((ids, one),) = self._checked([prompt], params)
-        return self._stream(ids, one)
+        ((ids, seen, one),) = self._checked([prompt], params, [images])
+        return self._stream(ids, seen, one)
 
     def score(
-        self, prompts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        images: Sequence[Any] | None = None,
+        top_logprobs: int = 0,
+        progress: bool = True,
     ) -> list[ScoreOutput]:
         """Returns raw log-probabilities of every prompt's ids from the second on; samples nothing.
+
+        images: as in `generate`.
 
         Raises:
             InputError: as `generate`; a prompt of one id has nothing to score and gives none.
         """
         params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
-        outputs = self.generate(prompts, params, progress=progress)
+        outputs = self.generate(prompts, params, images=images, progress=progress)
         return [output.score() for output in outputs]
 
     @cached_property
@@ -216,10 +245,28 @@ class LLM:
         """Closes."""
         self.close()
 
+    def read_prompt(
+        self, prompt: Prompt, images: Sequence[Any] = ()
+    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """Returns the ids of a prompt, an image token for each image, and the images read.
+
+        Raises:
+            InputError: text or an image that cannot be used.
+            TokenizerError: a text, and the checkpoint has no tokenizer.
+            ConfigError: there are images and Pillow is not installed.
+        """
+        found = read_images(self.model.config, images)
+        if not isinstance(prompt, str):
+            return list(prompt), found
+        return with_image_tokens(self.model.config, self.encode(prompt), len(found)), found
+
     def _checked(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[list[int], SamplingParams]]:
-        """Returns ids and parameters of every prompt, all of them legal."""
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        images: Sequence[Sequence[Any]],
+    ) -> list[tuple[list[int], tuple[ImageInput, ...], SamplingParams]]:
+        """Returns ids, images and parameters of every prompt, all of them legal."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -228,11 +275,11 @@ class LLM:
                 f"{len(prompts)} prompts"
             )
         many = [
-            (self.encode(prompt) if isinstance(prompt, str) else list(prompt), one)
-            for prompt, one in zip(prompts, params, strict=True)
+            (*self.read_prompt(prompt, seen), one)
+            for prompt, seen, one in zip(prompts, images, params, strict=True)
         ]
-        for number, (ids, one) in enumerate(many):
-            self.engine.check(ids, one, str(number))
+        for number, (ids, seen, one) in enumerate(many):
+            self.engine.check(ids, one, str(number), seen)
         return many
 
     def _run(self, requests: list[Request], progress: bool, total: int) -> None:
@@ -247,9 +294,11 @@ class LLM:
                     engine.abort(request.request_id)
                 raise
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[StreamDelta]:
+    def _stream(
+        self, ids: list[int], images: tuple[ImageInput, ...], params: SamplingParams
+    ) -> Iterator[StreamDelta]:
         engine, ready = self.engine, deque[StreamDelta]()
-        request = engine.submit(ids, params, sink=ready.append)
+        request = engine.submit(ids, params, sink=ready.append, images=images)
         try:
             while request.ended is None or ready:
                 while ready:
@@ -270,6 +319,22 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if ids:
         raise InputError("prompts mix token ids with whole prompts: give one or the other")
     return many
+
+
+def _images_of(
+    prompts: Prompt | Sequence[Prompt], listed: list[Prompt], images: Sequence[Any] | None
+) -> Sequence[Sequence[Any]]:
+    """Returns the images of every prompt; of a prompt that is not in a list, all of them."""
+    if images is None:
+        return [()] * len(listed)
+    if len(listed) == 1 and (isinstance(prompts, str) or (prompts and prompts[0] is listed[0][0])):
+        return [images]
+    if len(images) != len(listed):
+        raise InputError(
+            f"images of several prompts are one sequence for each, got {len(images)} for "
+            f"{len(listed)} prompts: give an empty one to a prompt without"
+        )
+    return images
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 from jax.sharding import Mesh
 
+from deepinfer_jax.backends import context_limit, names_ascend, require_ascend
 from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
@@ -97,8 +98,10 @@ def load(
             devices that share the rows of a replica; experts are split over dp * cp.
         kernels: None (per op the best kernel that is verified on this kind of device, else XLA),
             "xla", "pallas" (a verified kernel for every op of `pallas_kernels.COVERED`, or it
-            raises), "pallas_interpret" (the same bodies interpreted on a CPU: for tests), or a
-            mapping op -> implementation. `deepinfer-jax env` lists what exists where.
+            raises), "pallas_interpret" (the same bodies interpreted on a CPU: for tests), "ascend"
+            (the whole network on an Ascend device through `native_ascend`, which has never run on
+            hardware: text alone, no drafts, no level "batch"), or a mapping op -> implementation.
+            `deepinfer-jax env` lists what exists where.
         tp_chunks: Only None so far; it belongs to tensor parallelism.
         seed: Initialises random weights, so it raises for a source that has weights.
         engram: Engram tables on the "device", in "host" memory, or "mapped" from the file.
@@ -107,6 +110,8 @@ def load(
     Raises:
         ConfigError: The config or an option cannot be honoured.
         KernelSelectionError: A kernel that was named does not exist or cannot run here.
+        DeepInferError: With "ascend" also an `AscendUnavailable`, `AscendUnsupported` or
+            `AscendUnverified` of `native_ascend`.
         CheckpointError: Files are absent, damaged or do not match the config.
         TokenizerError: The tokenizer does not belong to the config.
 
@@ -136,13 +141,18 @@ def load(
             f'deepseek_v4 runs with numerics="float32" only, got {numerics!r}: no vectors of its '
             "own rounding points exist"
         )
-    chosen = choose_kernels(
-        kernels,
-        numerics=numerics,
-        scale_block=config.dense_block_size,
-        device_kind=jax.devices()[0].device_kind,
-        widths=attention_widths(config),
-    )
+    if names_ascend(kernels):
+        require_ascend(replace(config, execution=execution), mesh=mesh, engram=engram)
+        chosen = (("network", "ascend"),)
+        require_level(replace(execution, kernels=chosen))
+    else:
+        chosen = choose_kernels(
+            kernels,
+            numerics=numerics,
+            scale_block=config.dense_block_size,
+            device_kind=jax.devices()[0].device_kind,
+            widths=attention_widths(config),
+        )
     tokenizer = read_tokenizer(folder)
     token_map = None
     if config.engram is not None:
@@ -171,6 +181,11 @@ def load(
         fitted = read_temperatures(folder, params, config)
     if grid is not None:
         params = settle(params, config, grid)
+    if execution.on_ascend:  # text alone, without drafts, no further than its operators reach
+        params, fitted = replace(params, draft=None, vision=None), None
+        longest = context_limit(config) or config.max_position_embeddings
+        longest = min(config.max_position_embeddings, longest)
+        config = replace(config, draft=None, vision=None, max_position_embeddings=longest)
     return Model(
         config=replace(config, execution=execution),
         params=params,

@@ -14,7 +14,7 @@ from native_ascend.handles import DeviceCache, DeviceWeights
 from native_ascend.inputs import EngramIds, Rotation, input_arrays, input_tensors
 from native_ascend.network import Context, Network, Sizes
 from native_ascend.ops import call_format_cast, mx_scale_shape
-from native_ascend.plan import PlanBuilder
+from native_ascend.plan import PlanBuilder, byte_count
 from native_ascend.weights import Prepared
 
 _WORDS = ctypes.POINTER(ctypes.c_int64)
@@ -79,7 +79,10 @@ def cache_shapes(net: Network, sizes: Sizes) -> dict[str, tuple[tuple[int, ...],
 
 
 class Session:
-    """One sequence of a model on one device. `close` frees everything."""
+    """Sequences of a model on one device, one at a time. `close` frees everything.
+
+    tokens: ids of each sequence, whose rows are in its cache.
+    """
 
     def __init__(
         self,
@@ -89,10 +92,11 @@ class Session:
         rotation: Rotation,
         *,
         max_len: int,
+        sequences: int = 1,
         chunk: int = 8,
         device: int = 0,
     ) -> None:
-        """Uploads the weights and builds the steps of 1 and `chunk` rows.
+        """Uploads the weights, clears the caches and builds the steps of 1 and `chunk` rows.
 
         Raises:
             AscendUnavailable: no runtime is loaded.
@@ -104,57 +108,79 @@ class Session:
         self.net, self.max_len, self.chunk, self.device = net, max_len, chunk, device
         self._engram_ids, self._rotation = engram_ids, rotation
         self._steps: dict[int, DeviceStep] = {}
-        self.tokens = np.zeros(0, np.int32)
+        self.tokens = [np.zeros(0, np.int32) for _ in range(sequences)]
         self.order: Any = np.zeros(1, np.int32)
         self.weights = DeviceWeights(prepared.arrays, prepared.dtypes, device)
-        self.cache: DeviceCache | None = None
+        self.caches: list[DeviceCache] = []
         try:
             self._convert(prepared.nz)
-            self.cache = DeviceCache(cache_shapes(net, self._sizes(1)), device)
+            for _ in range(sequences):
+                self.caches.append(DeviceCache(cache_shapes(net, self._sizes(1)), device))
             for rows in {1, chunk}:
                 self._steps[rows] = self._build(rows)
         except AscendError:
             self.close()
             raise
 
-    def extend(self, ids: Sequence[int]) -> np.ndarray:
+    def extend(self, ids: Sequence[int], sequence: int = 0) -> np.ndarray:
         """Returns float32 logits [v] behind the last of `ids`, which follow what came before."""
-        if self.cache is None or not len(ids):
+        if not self.caches or not len(ids):
             raise AscendError("a session that is open takes at least one token")
-        if len(self.tokens) + len(ids) > self.max_len:
+        tokens = self.tokens[sequence]
+        if len(tokens) + len(ids) > self.max_len:
             raise AscendError(
-                f"the session holds {self.max_len} tokens, received {len(ids)} more than "
-                f"{len(self.tokens)}: open one with a larger max_len"
+                f"a sequence holds {self.max_len} tokens, received {len(ids)} more than "
+                f"{len(tokens)}: open the session with a larger max_len"
             )
-        handles = np.concatenate([self.weights.handles(), self.cache.handles()])
+        handles = np.concatenate([self.weights.handles(), self.caches[sequence].handles()])
         done, logits = 0, None
         while done < len(ids):
             rows = self.chunk if len(ids) - done >= self.chunk else 1
-            first = len(self.tokens)
-            taken = np.asarray(ids[done : done + rows], np.int32)
-            tokens = np.concatenate([self.tokens, taken])
-            sizes = self._sizes(rows)
+            first = len(tokens)
+            tokens = np.concatenate([tokens, np.asarray(ids[done : done + rows], np.int32)])
             operands = input_arrays(
-                self.net, sizes, tokens, first, self._engram_ids, self._rotation
+                self.net, self._sizes(rows), tokens, first, self._engram_ids, self._rotation
             )
             self.order, logits = self._steps[rows](handles, self.order, *operands)
-            self.tokens = tokens
+            self.tokens[sequence] = tokens
             done += rows
         return np.asarray(logits)[0]
 
-    def restart(self) -> None:
-        """Begins another sequence."""
-        if self.cache is not None:
-            self.cache.clear()
-        self.tokens = np.zeros(0, np.int32)
+    def restart(self, sequence: int = 0) -> None:
+        """Begins another sequence in the place of one."""
+        if self.caches:
+            self.caches[sequence].clear()
+        self.tokens[sequence] = np.zeros(0, np.int32)
+
+    def copy(self, source: int, target: int) -> None:
+        """Makes a sequence equal to another, through host memory."""
+        for name, (shape, dtype) in self.caches[source].shapes.items():
+            staging = np.zeros(byte_count(shape, dtype), np.uint8)
+            self.caches[source].read(name, staging)
+            self.caches[target].write(name, staging)
+        self.tokens[target] = self.tokens[source]
+
+    def shorten(self, length: int, sequence: int = 0) -> None:
+        """Takes back rows beyond `length` tokens: the next ones overwrite them.
+
+        Raises:
+            AscendError: more than `chunk` rows, whose compressor inputs are no longer held.
+        """
+        tokens = self.tokens[sequence]
+        if not len(tokens) - self.chunk <= length <= len(tokens):
+            raise AscendError(
+                f"a sequence of {len(tokens)} tokens can give up {self.chunk}, received "
+                f"length={length}: restart it"
+            )
+        self.tokens[sequence] = tokens[:length]
 
     def close(self) -> None:
-        """Frees plans, cache and weights; again is harmless."""
+        """Frees plans, caches and weights; again is harmless."""
         for step in self._steps.values():
             step.close()
-        if self.cache is not None:
-            self.cache.close()
-            self.cache = None
+        for cache in self.caches:
+            cache.close()
+        self.caches = []
         self.weights.close()
 
     def _sizes(self, rows: int) -> Sizes:
@@ -162,13 +188,12 @@ class Session:
 
     def _build(self, rows: int) -> DeviceStep:
         builder, sizes = PlanBuilder(), self._sizes(rows)
-        assert self.cache is not None
         context = Context(
             builder=builder,
             net=self.net,
             sizes=sizes,
             weights=self.weights,
-            cache=self.cache,
+            cache=self.caches[0],  # the places of all others are the same
             inputs=input_tensors(builder, self.net, sizes),
             topk=builder.scratch((rows, 1, self.net.index_topk), "int32"),
         )

@@ -16,14 +16,16 @@ LOWER = ("pallas_kernels", "sharding", "native_ascend")
 LOWER_MAY_IMPORT = {"jax", "jaxlib", "numpy"}
 NOBODY_IMPORTS = {"tests", "benchmarks"}
 # Imported at first use, never while a module loads (architecture.md 2).
-HEAVY = {"orbax", "optax", "tokenizers", "deepseek_recipe", "llguidance", "huggingface_hub"}
+HEAVY = {
+    *("orbax", "optax", "tokenizers", "deepseek_recipe", "llguidance", "huggingface_hub", "PIL"),
+}
 
 # A module of deepinfer_jax imports only from its own row or a row above (architecture.md 2).
 ORDER = (
     ("errors", "config", "environment", "pictures"),
     ("numerics", "backends", "determinism"),
     ("checkpoint", "model"),
-    ("cache", "sampling", "grammar", "speculative", "loading", "record"),
+    ("cache", "sampling", "grammar", "speculative", "loading", "record", "vision"),
     ("engine",),
     ("chat",),
     ("llm", "invariance"),

@@ -18,12 +18,25 @@ def load(root: Path = ROOT) -> dict[str, Any]:
     return json.loads((root / "support.json").read_text(encoding="utf-8"))
 
 
-def _is_evidence(path: Path) -> bool:
-    return path.is_file() or any(path.rglob("test_*.py"))
+#: What a result of a device names, in its file name or its lines. Tests run on a CPU.
+_NAMED = {"h200": "h200", "sm100": "b200", "ascend": "ascend"}
+
+
+def _is_evidence(path: Path, device: str) -> bool:
+    """Says whether a test or result is there, and is of this kind of device."""
+    word = _NAMED.get(device)
+    if word is None:
+        return path.is_file() or any(path.rglob("test_*.py"))
+    if not path.is_file() or path.parent.name != "results":
+        return False
+    return word in path.name.lower() or word in path.read_text(encoding="utf-8").lower()
 
 
 def check(record: dict[str, Any], root: Path = ROOT) -> list[str]:
-    """Returns what is wrong: unknown statuses, missing devices, claims without evidence."""
+    """Returns what is wrong: unknown statuses, missing devices, claims without evidence.
+
+    On a CPU a test is evidence, elsewhere a result of that device.
+    """
     problems = []
     for row in record["capabilities"]:
         for device in record["devices"]:
@@ -36,8 +49,10 @@ def check(record: dict[str, Any], root: Path = ROOT) -> list[str]:
                 problems.append(f"{where}: unknown status {cell['status']!r}")
             if cell["status"] in ("works", "limits"):
                 evidence = cell.get("evidence")
-                if not evidence or not _is_evidence(root / evidence):
-                    problems.append(f"{where}: evidence {evidence!r} does not exist")
+                if not evidence or not _is_evidence(root / evidence, device):
+                    problems.append(
+                        f"{where}: evidence {evidence!r} is no test or result of that device"
+                    )
             if cell["status"] == "limits" and not cell.get("note"):
                 problems.append(f"{where}: limits without a note")
     return problems

@@ -1,13 +1,14 @@
 """A request of `AsyncLLM` as its caller sees it, and the news about it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from deepinfer_jax.engine.output import RequestOutput, StreamDelta, TopLogprobs
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.errors import DeepInferError
 from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.vision.image import ImageInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Call:
     name: str
     ids: list[int]
     params: SamplingParams
+    images: tuple[ImageInput, ...]
     is_streamed: bool
     loop: asyncio.AbstractEventLoop
     news: "asyncio.Queue[News]" = field(default_factory=asyncio.Queue)
@@ -85,6 +87,18 @@ class RequestStream:
     def close(self) -> None:
         """Aborts the request unless it has ended."""
         self._abort(self._call)
+
+    async def deltas(self) -> AsyncGenerator[StreamDelta, None]:
+        """Yields what the completions grow by, and closes in the end; errors as `read`."""
+        try:
+            while True:
+                for event in await self.read():
+                    if isinstance(event, RequestOutput):
+                        return
+                    if isinstance(event, Grown):
+                        yield event.delta
+        finally:
+            self.close()
 
 
 def failed(error: BaseException) -> DeepInferError:

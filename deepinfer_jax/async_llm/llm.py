@@ -8,8 +8,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -17,7 +18,6 @@ from typing import Any
 
 from deepinfer_jax.async_llm.call import (
     Call,
-    Grown,
     News,
     RequestStream,
     deliver,
@@ -37,18 +37,24 @@ from deepinfer_jax.errors import DeepInferError, GrammarError, InputError
 from deepinfer_jax.llm import LLM, Prompt
 from deepinfer_jax.loading import Model
 from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.vision.image import ImageInput
+
+Asked = tuple[list[int], SamplingParams, tuple[ImageInput, ...]]
 
 
 class AsyncLLM:
-    """A loaded model for asyncio: `generate`, `complete`, `score`, `chat`.
+    """A loaded model for asyncio: `generate`, `complete`, `score`, `chat`; arguments as `LLM`.
 
-    source, runtime, load_options: as `LLM`. Loading blocks; the engine is made by the worker thread
-    at first use. Callers may live in several event loops and threads. Tokens are those of
-    `LLM.generate`. An error of the engine itself reaches every waiting caller and every later one;
-    only `close` is left then.
+    Loading blocks; the engine is made by the worker thread at first use. Callers may live in
+    several event loops and threads. Tokens are those of `LLM.generate`. An error of the engine
+    reaches every waiting caller and every later one; only `close` is left then.
 
     Raises:
         DeepInferError: as `load`.
+
+    Examples:
+        >>> di.AsyncLLM(model).max_len
+        4096
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        images: Sequence[Any] = (),
     ) -> AsyncGenerator[StreamDelta, None]:
         """Returns an async iterator of what the completions of a prompt grow by.
 
@@ -124,12 +131,12 @@ class AsyncLLM:
             prompt: a text or token ids.
             params: what is asked for.
             request_id: a name for `abort`, not in use.
+            images: of the prompt, as in `LLM.generate`.
 
         Raises:
             InputError: something cannot be honoured. Nothing has run then.
         """
-        ids, params = self._checked(prompt, params)
-        return self._stream(ids, params, request_id)
+        return self._stream(self._checked(prompt, params, images), request_id)
 
     def submit(
         self,
@@ -137,13 +144,15 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        images: Sequence[Any] = (),
     ) -> RequestStream:
         """Sends a request of the running event loop and returns it; `close` it in the end.
 
         Beside what `generate` yields it tells of admission, alternatives and the whole output.
         Arguments and errors as `generate`.
         """
-        call = self._call(*self._checked(prompt, params), request_id, is_streamed=True)
+        asked = self._checked(prompt, params, images)
+        call = self._call(asked, request_id, is_streamed=True)
         return RequestStream(call, self._abort)
 
     async def complete(
@@ -152,9 +161,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        images: Sequence[Any] = (),
     ) -> RequestOutput:
         """Returns the finished completions of a prompt; arguments and errors as `generate`."""
-        call = self._call(*self._checked(prompt, params), request_id, is_streamed=False)
+        asked = self._checked(prompt, params, images)
+        call = self._call(asked, request_id, is_streamed=False)
         try:
             output = await call.news.get()
         finally:
@@ -165,11 +176,7 @@ class AsyncLLM:
         return output
 
     async def score(self, prompt: Prompt, *, top_logprobs: int = 0) -> ScoreOutput:
-        """Returns raw log-probabilities of the prompt's ids from the second on.
-
-        Raises:
-            InputError: as `generate`.
-        """
+        """Returns raw log-probabilities of the prompt's ids from the second on."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
         return (await self.complete(prompt, params)).score()
 
@@ -186,7 +193,7 @@ class AsyncLLM:
         encoder = self._llm.chat_encoder
         prompt, asked = prepare_answer(encoder, messages, stream_params(params), options)
         parser = ChatParser(encoder, prompt.conversation, params.stop)
-        source = self.generate(list(prompt.token_ids), asked)
+        source = self.generate(list(prompt.token_ids), asked, images=prompt.images)
         return read_chat_stream(parser, source)
 
     def abort(self, request_id: str) -> bool:
@@ -228,33 +235,23 @@ class AsyncLLM:
     # -- callers ----------------------------------------------------------------------------------
 
     def _checked(
-        self, prompt: Prompt, params: SamplingParams | None
-    ) -> tuple[list[int], SamplingParams]:
+        self, prompt: Prompt, params: SamplingParams | None, images: Sequence[Any]
+    ) -> Asked:
         params = params or SamplingParams()
-        ids = self._llm.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._factory.check(ids, params, "0")
-        return ids, params
+        ids, seen = self._llm.read_prompt(prompt, images)
+        self._factory.check(ids, params, "0", seen)
+        return ids, params, seen
 
-    async def _stream(
-        self, ids: list[int], params: SamplingParams, request_id: str | None
-    ) -> AsyncGenerator[StreamDelta, None]:
-        stream = RequestStream(self._call(ids, params, request_id, is_streamed=True), self._abort)
-        try:
-            while True:
-                for event in await stream.read():
-                    if isinstance(event, RequestOutput):
-                        return
-                    if isinstance(event, Grown):
-                        yield event.delta
-        finally:
-            stream.close()
+    async def _stream(self, asked: Asked, request_id: str | None) -> AsyncGenerator[StreamDelta]:
+        stream = RequestStream(self._call(asked, request_id, is_streamed=True), self._abort)
+        async with aclosing(stream.deltas()) as deltas:
+            async for delta in deltas:
+                yield delta
 
-    def _call(
-        self, ids: list[int], params: SamplingParams, name: str | None, *, is_streamed: bool
-    ) -> Call:
+    def _call(self, asked: Asked, name: str | None, *, is_streamed: bool) -> Call:
         """Sends a request to the worker."""
         name = f"async-{next(self._names)}" if name is None else name
-        call = Call(name, ids, params, is_streamed, asyncio.get_running_loop())
+        call = Call(name, *asked, is_streamed, asyncio.get_running_loop())
         with self._lock:
             self._check_open()
             if name in self._calls:
@@ -352,7 +349,9 @@ class AsyncLLM:
     def _submit(self, call: Call, engine: Engine) -> None:
         sink = partial(self._grow, call) if call.is_streamed else None
         try:
-            call.request = engine.submit(call.ids, call.params, request_id=call.name, sink=sink)
+            call.request = engine.submit(
+                call.ids, call.params, request_id=call.name, sink=sink, images=call.images
+            )
             self._queued.append((call, call.request))
         except DeepInferError as error:  # the request's fault; any other is the engine's
             self._release(call.name)

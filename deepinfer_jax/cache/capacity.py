@@ -18,18 +18,22 @@ from deepinfer_jax.model.v4.state import V4CacheState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """A cache that fits its budget. Slot 0 and block 0 are null and counted; sizes in bytes."""
+    """A cache that fits its budget. Slot 0 and block 0 are null and counted; sizes in bytes.
+
+    image_bytes: of encoded images' rows, which share the budget.
+    """
 
     layout: CacheLayout
     block_bytes: int  # of one block, all layers
     slot_bytes: int  # of one slot: rings, tails, its row of the block table
     available_bytes: int
+    image_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole cache state."""
         slots, blocks = self.layout.num_slots, self.layout.num_blocks
-        return slots * self.slot_bytes + blocks * self.block_bytes
+        return slots * self.slot_bytes + blocks * self.block_bytes + self.image_bytes
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
@@ -46,6 +50,7 @@ def plan_capacity(
     block_tokens: int,
     row_tile: int,
     rollback: int,
+    image_bytes: int = 0,
 ) -> Capacity:
     """Returns the cache with as many blocks as the budget holds beside `max_seqs` slots.
 
@@ -60,6 +65,7 @@ def plan_capacity(
         block_tokens: tokens per block.
         row_tile: rows that may be written before any of them is read (`CacheLayout.row_tile`).
         rollback: positions that may be taken back (`CacheLayout.rollback`).
+        image_bytes: what encoded images take of the budget.
 
     Raises:
         ConfigError: a size below 1, or one the network refuses.
@@ -81,20 +87,22 @@ def plan_capacity(
     if not block_bytes:
         raise ConfigError("no layer of this model has paged rows, so there is nothing to page")
     slots, least = layout.num_slots, 1 + layout.max_blocks
-    required = slots * slot_bytes + least * block_bytes
+    required = slots * slot_bytes + least * block_bytes + image_bytes
     if required > available_bytes:
+        seeing = f", and {image_bytes} bytes of encoded images" if image_bytes else ""
         raise CapacityError(
             f"the cache needs at least {required} bytes: {slots} slots (max_seqs + 1) of "
             f"{slot_bytes} bytes and {least} blocks (one sequence of max_len {max_len}, and the "
-            f"null block) of {block_bytes} bytes; available are {available_bytes} bytes. Raise "
-            "cache_bytes, or lower max_seqs or max_len"
+            f"null block) of {block_bytes} bytes{seeing}; available are {available_bytes} bytes. "
+            "Raise cache_bytes, or lower max_seqs or max_len"
         )
-    blocks = (available_bytes - slots * slot_bytes) // block_bytes
+    blocks = (available_bytes - image_bytes - slots * slot_bytes) // block_bytes
     return Capacity(
         layout=replace(layout, num_blocks=blocks),
         block_bytes=block_bytes,
         slot_bytes=slot_bytes,
         available_bytes=available_bytes,
+        image_bytes=image_bytes,
     )
 
 

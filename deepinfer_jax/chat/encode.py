@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_jax.chat.messages import Messages, build_conversation
+from deepinfer_jax.chat.messages import Messages, build_conversation, message_images
 from deepinfer_jax.chat.tokenizer import import_recipe, recipe_tokenizer, special_tokens
 from deepinfer_jax.errors import InputError, TokenizerError
+from deepinfer_jax.vision.image import ImageInput, ImageOptions, ImageSource, read_image
 
 if TYPE_CHECKING:
     import deepseek_recipe
@@ -31,10 +32,14 @@ class RenderedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation and its token ids; `ChatParser` needs the former to read the answer."""
+    """A conversation and its token ids; `ChatParser` needs the former to read the answer.
+
+    token_ids: with one image token for each image. images: in their order in the prompt.
+    """
 
     conversation: "deepseek_recipe.Conversation"
     token_ids: tuple[int, ...]
+    images: tuple[ImageInput, ...] = ()
 
 
 class ChatEncoder:
@@ -99,8 +104,40 @@ class ChatEncoder:
             tools=tools,
             tool_choice=tool_choice,
             response_format=response_format,
+            image_token=self.image_token,
         )
-        return ChatPrompt(conversation=conversation, token_ids=self.encode(conversation))
+        images = tuple(self.read(where, one) for where, one in message_images(messages))
+        ids = self.encode(conversation)
+        return ChatPrompt(conversation=conversation, token_ids=ids, images=images)
+
+    @property
+    def image_token(self) -> str:
+        """Spelling of the token that stands for an image."""
+        return self.special_tokens.token(import_recipe().SpecialToken.Image)
+
+    def read(
+        self, where: str, source: ImageSource, options: ImageOptions | None = None
+    ) -> ImageInput:
+        """Returns an image of a message (`read_image`); errors begin with `where` it stands.
+
+        Raises:
+            InputError: The model has no image encoder, or the image cannot be read.
+        """
+        if self.config.vision is None:
+            raise InputError(
+                f"{where} must be text: this model has no image encoder (vision_config). Leave "
+                "images out, or run a checkpoint that sees"
+            )
+        try:
+            return read_image(source, self.config.vision, options=options)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+
+    def image_sources(
+        self, conversation: "deepseek_recipe.Conversation"
+    ) -> "list[deepseek_recipe.ImageSource]":
+        """Returns what the image tokens of the prompt stand for, in their order."""
+        return self._encoding.render_conversation(conversation).image_sources
 
     def render(self, conversation: "deepseek_recipe.Conversation") -> RenderedText:
         """Returns the prompt as text."""
@@ -108,18 +145,11 @@ class ChatEncoder:
         return RenderedText(text=rendered.prompt, special_ranges=tuple(rendered.special_ranges))
 
     def encode(self, conversation: "deepseek_recipe.Conversation") -> tuple[int, ...]:
-        """Returns the token ids of the prompt.
+        """Returns the token ids of the prompt, one image token for each image.
 
         Raises:
-            InputError: Images are attached.
             TokenizerError: The tokenizer lacks a special token that this prompt needs.
         """
-        images = sum(len(message.image_sources) for message in conversation.messages)
-        if images:
-            raise InputError(
-                f"messages must be text: {images} images are attached, and images are not "
-                "supported yet. Remove them"
-            )
         try:
             return tuple(self._id_encoding.encode(conversation))
         except RuntimeError as error:

@@ -64,15 +64,57 @@ def content(value: object, where: str) -> str:
     """Returns a message's text: a text, or text parts joined by an empty line."""
     if isinstance(value, str):
         return text(value, where)
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
+    return "\n\n".join(_part(part, f"{where}[{n}]") for n, part in enumerate(_parts(value, where)))
+
+
+def mixed_content(value: object, where: str) -> tuple[list[str | None], list[Any]]:
+    """Returns a message's parts in order, None for an image, and the sources of the images.
+
+    An image is a part {"type": "image_url", "image_url": {"url": "data:..."}} as in OpenAI's
+    protocol, or {"type": "image", "image": SOURCE} with anything that `read_image` takes.
+    """
+    if isinstance(value, str):
+        return [text(value, where)], []
+    texts: list[str | None] = []
+    sources: list[Any] = []
+    for number, part in enumerate(_parts(value, where)):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        place = f"{where}[{number}]"
+        if kind not in ("image", "image_url"):
+            texts.append(_part(part, place))
+            continue
+        own = given(part, place, ("type", kind))
+        if kind not in own:
+            raise fail(f"{place}.{kind}", "an image", None)
+        texts.append(None)
+        sources.append(own[kind] if kind == "image" else _image_url(own[kind], f"{place}.{kind}"))
+    return texts, sources
+
+
+def _image_url(value: object, where: str) -> str:
+    own = given(value, where, ("url", "detail"))
+    url = text(own.get("url"), f"{where}.url")
+    if own.get("detail", "auto") not in ("auto", "high", "original"):
+        advice = "give ImageOptions(is_low=True) to read_image, and its result as a part"
+        raise fail(f"{where}.detail", "auto, high or original here", own["detail"], advice)
+    if url[:5].lower() != "data:":
+        advice = "nothing is fetched here; read the file, or encode it as base64"
+        raise fail(f"{where}.url", "a data URL", url, advice)
+    return url
+
+
+def _parts(value: object, where: str) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise fail(where, "a text or a list of parts", value)
-    return "\n\n".join(_part(part, f"{where}[{n}]") for n, part in enumerate(value))
+    return list(value)
 
 
 def _part(value: object, where: str) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else None
-    if isinstance(kind, str) and ("image" in kind or kind == "file"):
-        raise fail(where, "a text part", value, "images and files are not supported yet")
+    if isinstance(kind, str) and "image" in kind:
+        raise fail(where, "a text part", value, "images stand in user messages")
+    if kind == "file":
+        raise fail(where, "a text part", value, "files are not supported")
     if kind != "text":
         raise fail(where, 'a part {"type": "text", "text": ...}', value)
     return text(given(value, where, ("type", "text")).get("text"), f"{where}.text")

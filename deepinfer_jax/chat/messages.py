@@ -35,6 +35,7 @@ def build_conversation(
     tools: Sequence[Mapping[str, Any]] | None = None,
     tool_choice: str | Mapping[str, Any] = "auto",
     response_format: Mapping[str, Any] | None = None,
+    image_token: str | None = None,
 ) -> "Conversation":
     """Returns the conversation that recipe renders.
 
@@ -48,6 +49,7 @@ def build_conversation(
         tools: Chat Completions function tools.
         tool_choice: "auto", "none", "required", or the one function to call.
         response_format: A Chat Completions response format: its schema becomes part of the prompt.
+        image_token: Spelling of the token for an image (`message_images`); None: recipe's own.
 
     Raises:
         InputError: A field is unknown, absent, of a wrong type or in a wrong place.
@@ -57,7 +59,9 @@ def build_conversation(
         messages = [{"role": "user", "content": messages}]
     many = fields.items(messages, "messages")
     last = len(many) - 1
-    built = [_message(m, f"messages[{n}]", n == last, thinking) for n, m in enumerate(many)]
+    built = [
+        _message(m, f"messages[{n}]", n == last, thinking, image_token) for n, m in enumerate(many)
+    ]
     _check_tool_results(built)
     built = [message for message in built if message.role != "system" or message.content]
     if not built:
@@ -89,7 +93,25 @@ def build_conversation(
         raise InputError(f"the conversation cannot be rendered: {error}") from error
 
 
-def _message(value: object, where: str, is_last: bool, thinking: bool) -> "Message":
+def message_images(messages: Messages) -> list[tuple[str, Any]]:
+    """Returns the images of checked messages in order: where each stands, and its source.
+
+    Images stand in user messages, as parts (`fields.mixed_content`).
+    """
+    found: list[tuple[str, Any]] = []
+    for number, message in enumerate(() if isinstance(messages, str) else messages):
+        if message.get("role") != "user" or isinstance(message.get("content"), str):
+            continue
+        where = f"messages[{number}].content"
+        texts, sources = fields.mixed_content(message.get("content"), where)
+        places = [f"{where}[{place}]" for place, one in enumerate(texts) if one is None]
+        found += zip(places, sources, strict=True)
+    return found
+
+
+def _message(
+    value: object, where: str, is_last: bool, thinking: bool, image_token: str | None
+) -> "Message":
     role = value.get("role") if isinstance(value, Mapping) else None
     if role is None:
         raise fields.fail(where, "an object with a role", value)
@@ -102,14 +124,35 @@ def _message(value: object, where: str, is_last: bool, thinking: bool) -> "Messa
         call = fields.text(own.get("tool_call_id"), f"{where}.tool_call_id")
         return recipe.ToolMessage(fields.content(own.get("content"), f"{where}.content"), call)
     own = fields.given(value, where, ("role", "content"))
-    body = fields.content(own.get("content"), f"{where}.content")
     if role == "user":
-        return recipe.UserMessage(body)
+        return _user(own.get("content"), f"{where}.content", image_token)
+    body = fields.content(own.get("content"), f"{where}.content")
     return (
         recipe.LatestReminderMessage(body)
         if role == "latest_reminder"
         else recipe.SystemMessage(body)
     )
+
+
+def _user(content: object, where: str, image_token: str | None) -> "Message":
+    """Returns a user's turn. With images it is made by recipe's own reading of such a body.
+
+    Its constructor would take the spelling of the image token in a text for an image.
+    """
+    recipe = import_recipe()
+    texts, images = fields.mixed_content(content, where)
+    if not images:
+        return recipe.UserMessage("\n\n".join(one for one in texts if one is not None))
+    image = {"type": "image_url", "image_url": {"url": "https://image.invalid"}}  # only its place
+    parts = [image if one is None else {"type": "text", "text": one} for one in texts]
+    body = {"model": "any", "messages": [{"role": "user", "content": parts}]}
+    options = (
+        recipe.ConversionOptions()
+        .with_special_tokens(recipe.SpecialTokens(image=image_token))
+        .with_model_versions_by_name({"any": recipe.ModelVersion.DeepseekV41Flash})
+    )
+    request = recipe.ChatCompletionRequest(json.dumps(body)).convert(options)
+    return request.conversation.messages[0]
 
 
 def _assistant(value: object, where: str, is_last: bool, thinking: bool) -> "Message":

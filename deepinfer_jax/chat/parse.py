@@ -66,7 +66,17 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDelta:
-    """What an answer grew by; the last one carries the finish reason."""
+    """What an answer grew by; the last one carries the finish reason.
+
+    logprobs: one float for every id, None unless asked for. `LLM.stream_chat` yields these, and
+    raises before the first.
+
+    Examples:
+        >>> short = di.SamplingParams(temperature=0, max_tokens=4)
+        >>> parts = list(llm.stream_chat("What is 17 + 25?", short))
+        >>> parts[-1].finish_reason
+        'length'
+    """
 
     content: str
     reasoning: str

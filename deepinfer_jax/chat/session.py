@@ -33,12 +33,14 @@ class Generator(Protocol):
     """What chat needs of an `LLM`."""
 
     def generate(
-        self, prompts: Any, params: Any = None, *, progress: bool = True
+        self, prompts: Any, params: Any = None, *, progress: bool = True, images: Any = None
     ) -> "list[RequestOutput]":
-        """Returns one output per prompt."""
+        """Returns one output per prompt; images: some for each."""
         ...
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> "Iterator[StreamDelta]":
+    def stream(
+        self, prompt: Any, params: SamplingParams | None = None, *, images: Any = None
+    ) -> "Iterator[StreamDelta]":
         """Yields the completion of one prompt as it grows."""
         ...
 
@@ -50,6 +52,13 @@ class ChatOutput:
     token_ids: all that was read of the completion, up to the one that completes a stop string.
     stop_reason: the stop string, or the id that ended the completion.
     request: the completion as `generate` returned it; it may go on behind a stop string.
+    `LLM.chat` makes it and says what it raises.
+
+    Examples:
+        >>> short = di.SamplingParams(temperature=0, max_tokens=4)
+        >>> answer = llm.chat("What is 17 + 25?", short)[0]
+        >>> answer.finish_reason, len(answer.token_ids)
+        ('length', 4)
     """
 
     message: ChatMessage
@@ -132,10 +141,14 @@ def chat(
         for messages, one in zip(many, each, strict=True)
     ]
     prompts, each = [prompt for prompt, _ in pairs], [one for _, one in pairs]
+    more: dict[str, Any] = {}
+    if any(prompt.images for prompt in prompts):
+        more["images"] = [prompt.images for prompt in prompts]
     outputs = llm.generate(
         [list(prompt.token_ids) for prompt in prompts],
         [replace(one, stop=()) for one in each],
         progress=progress,
+        **more,
     )
     return [
         read_chat(encoder, prompt, one.stop, output)
@@ -160,7 +173,8 @@ def stream_chat(
     params = params or SamplingParams()
     prompt, asked = prepare_answer(encoder, messages, stream_params(params), options)
     parser = ChatParser(encoder, prompt.conversation, params.stop)
-    source = llm.stream(list(prompt.token_ids), asked)
+    more: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
+    source = llm.stream(list(prompt.token_ids), asked, **more)
     return _read_stream(parser, source)
 
 
@@ -295,7 +309,13 @@ def prepare_chat(
             f"response_format={options['response_format']!r} is not taken here: give a grammar "
             "instead"
         )
-    return _honoured(encoder, messages, options)
+    prompt = _honoured(encoder, messages, options)
+    if prompt.images:
+        raise InputError(
+            f"messages must be text here, got {len(prompt.images)} images: ask one conversation at "
+            "a time with `chat`"
+        )
+    return prompt
 
 
 def _honoured(encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]) -> ChatPrompt:

@@ -20,9 +20,9 @@ def expand_float32(params: Any) -> Any:
 
 def _expand(leaf: Any) -> Any:
     stored = leaf.payload if isinstance(leaf, QuantArray) else leaf
-    if not isinstance(leaf, QuantArray):
-        if leaf.dtype == jnp.float32 or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
+    is_done = stored.dtype == jnp.float32 or not jnp.issubdtype(stored.dtype, jnp.floating)
+    if is_done and not isinstance(leaf, QuantArray):
+        return leaf
     if not stored.is_fully_addressable or len(stored.sharding.device_set) > 1:
         return _dequantize(leaf)  # shards stay where they are
     # One device: NumPy expands in milliseconds what XLA would first compile for every shape.

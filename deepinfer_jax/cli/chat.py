@@ -24,6 +24,10 @@ def chat(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Random seed; drawn and shown if not given.")
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Shown with the first message; several may be given."),
+    ] = None,
     numerics: NumericsOption = "checkpoint",
     determinism: DeterminismOption = "batch",
 ) -> None:
@@ -60,6 +64,8 @@ def chat(
     note_embedded(console, model)
     talk = Talk(llm=llm, encoder=encoder, params=params, options=options, console=console)
     talk.reset(system)
+    for name in image or ():
+        talk.attach(name)
     if message is None:
         repl(talk)
     else:

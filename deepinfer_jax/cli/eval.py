@@ -42,7 +42,10 @@ def eval(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything to a file.")
     ] = None,
 ) -> None:
-    """Table of MODEL on the test split of nano's corpus; every answer is scored exactly."""
+    """Table of MODEL on the test split of nano's corpus; every answer is scored exactly.
+
+    Models that see are also asked about drawings: vision_colour, vision_shape and so on.
+    """
     from rich.console import Console
 
     from deepinfer_jax.errors import ConfigError
@@ -64,6 +67,7 @@ def eval(
         replay=replay,
         seed=seed,
         workers=workers,
+        were_named=tasks is not None,
     )
     Console(highlight=False).print(make_table(record))
     console.print(summary_line(record))
@@ -83,14 +87,19 @@ def collect(
     replay: "Replay",
     seed: int,
     workers: int,
+    were_named: bool = True,
 ) -> dict[str, Any]:
-    """Returns everything that `eval` prints or writes, as plain values; arguments as there."""
+    """Returns everything that `eval` prints or writes, as plain values; arguments as there.
+
+    were_named: whether somebody asked for these rows one by one (`seen_rows`).
+    """
     from deepinfer_jax.cli.generate import load_with_bar
     from deepinfer_jax.training import evaluate
 
     def answer(arithmetic: str) -> "tuple[Model, list[Answer]]":
         model = load_with_bar(console, source, numerics=arithmetic, determinism=determinism)
-        run = answers_with_bar(console, model, rows, replay=replay, seed=seed, workers=workers)
+        asked = seen_rows(model, rows, were_named=were_named)
+        run = answers_with_bar(console, model, asked, replay=replay, seed=seed, workers=workers)
         return model, run
 
     started = time.perf_counter()
@@ -121,6 +130,26 @@ def collect(
         "seconds": round(time.perf_counter() - started, 1),
         "answers": [asdict(a) for a in answers],
     }
+
+
+def seen_rows(model: "Model", rows: "tuple[Row, ...]", *, were_named: bool) -> "tuple[Row, ...]":
+    """Returns the rows that a model can be asked: none about drawings if it does not see.
+
+    Raises:
+        ConfigError: such rows were named, and it does not.
+    """
+    from deepinfer_jax.errors import ConfigError
+    from deepinfer_jax.training.drawings import DRAWING_TASKS
+
+    blind = [row.name for row in rows if row.task in DRAWING_TASKS]
+    if model.config.vision is not None or not blind:
+        return rows
+    if were_named:
+        raise ConfigError(
+            f"tasks {blind} ask about images, and {model.source} has no image encoder: leave them "
+            "out, or train one with `train vision`"
+        )
+    return tuple(row for row in rows if row.name not in blind)
 
 
 def answers_with_bar(

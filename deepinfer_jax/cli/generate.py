@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.loading import Model
     from deepinfer_jax.sampling.params import SamplingParams
+    from deepinfer_jax.vision.image import ImageInput
 
 _REPORT_S = 5.0  # between lines of progress, where there is no bar
 
@@ -59,6 +60,13 @@ def generate(
     grammar: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The text is of this grammar, in Lark or GBNF."),
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Shown where PROMPT has the image token, or before it; several may be given.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of text.")
@@ -92,6 +100,8 @@ def generate(
         raise InputError("--input and --output go together: give both")
     if source is not None and not source.is_file():
         raise InputError(f"--input must be a file, got {source}")
+    if source is not None and image:
+        raise InputError("--image goes with PROMPT: leave it out with --input")
     if source is not None and as_json:
         raise InputError("--output is JSON anyway: leave --json out")
     constraint = _grammar(schema, regex, grammar)
@@ -108,8 +118,9 @@ def generate(
         if source is not None and target is not None:
             _run_job(console, llm, source, target, params, bos)
         elif prompt is not None:
-            ids = [llm.model.config.bos_token_id] * bos + llm.encode(prompt)
-            _answer(console, llm, ids, params, as_json, seconds)
+            ids, images = llm.read_prompt(prompt, [Path(name) for name in image or ()])
+            ids = [llm.model.config.bos_token_id] * bos + ids
+            _answer(console, llm, ids, images, params, as_json, seconds)
 
 
 def _grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> "Grammar | None":
@@ -139,6 +150,7 @@ def _answer(
     console: "Console",
     llm: "LLM",
     ids: list[int],
+    images: "tuple[ImageInput, ...]",
     params: "SamplingParams",
     as_json: bool,
     load_s: float,
@@ -153,7 +165,7 @@ def _answer(
     began = time.perf_counter()
     first: float | None = None
     if as_json or params.n > 1:
-        (output,) = llm.generate([ids], params)
+        (output,) = llm.generate([ids], params, images=[images])
         if as_json:
             sys.stdout.write(json.dumps(describe_output(output)) + "\n")
         for index, one in enumerate(() if as_json else output.outputs, 1):
@@ -164,7 +176,7 @@ def _answer(
         reason, first = output.finish_reason, began + output.metrics.first_token_s
     else:
         count, reason = 0, None
-        for delta in llm.stream(ids, params):
+        for delta in llm.stream(ids, params, images=images):
             first = first or time.perf_counter()
             sys.stdout.write(delta.text)
             sys.stdout.flush()

@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": "Write a checkpoint as the stacked Orbax tree it is loaded as.",
     "train": "Train nano from packed text, resumably.",
     "train draft": "Train the draft stages of a checkpoint, the rest frozen.",
+    "train vision": "Train an image encoder for a checkpoint, the rest frozen.",
     "train temperatures": "Calibrate the confidence of a checkpoint's drafts.",
     "eval": "How often a checkpoint answers held-out items of nano's corpus correctly.",
     "replay": "Run the request of a run record again and compare what comes out.",

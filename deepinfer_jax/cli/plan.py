@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deepinfer_jax.cli.plan_images import image_plan, print_images
 from deepinfer_jax.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def plan(
     record = collect(setting)
     _print_bytes(console, setting, record)
     _print_steps(console, setting, record)
+    print_images(console, record["images"])
     if compile:
         record["compiled"] = _compiled(console, setting)
     if scaling or picture is not None:
@@ -148,21 +150,26 @@ def collect(setting: Setting) -> dict[str, Any]:
     from deepinfer_jax.model.roofline import exchange_bytes
 
     params, state = footprints(setting)
+    held = {name: device for name, (device, _) in state.groups(1).items()}
+    images = image_plan(setting.config, setting.hardware, _runtime(setting))
+    if images:
+        held["encoded images"] = images["pool_bytes"]
     ranks, layers = setting.sizes.expert_parallel, setting.config.num_hidden_layers
     return {
         "mesh": asdict(setting.sizes),
         "devices": setting.hardware.name,
         "bytes": {
             "parameters": _by_part(params),
-            "state": {name: device for name, (device, _) in state.groups(1).items()},
+            "state": held,
             "parameters_total": params.device,
-            "state_total": state.device,
+            "state_total": sum(held.values()),
             "device_memory": setting.hardware.memory,
         },
         "exchange_bytes_per_row": layers * exchange_bytes(setting.config, ranks, 1)
         if ranks > 1
         else 0.0,
         "steps": _steps(setting, params),
+        "images": images,
     }
 
 

@@ -25,6 +25,10 @@ def replay(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the record of the replay.")
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="An image of the prompt; one option for each, in order."),
+    ] = None,
 ) -> None:
     """Runs the request of RECORD alone and compares tokens, and hashes of logits if recorded.
 
@@ -40,8 +44,9 @@ def replay(
     runtime = lone_runtime(record)
     loaded = load_recorded(record, model)
     check_same(record, loaded, runtime, ignore_weights=ignore_weights)
+    prompt, images = recorded_prompt(record, loaded, image or [])
     with LLM(loaded, runtime=runtime) as llm:
-        (output,) = llm.generate([record.request["prompt_token_ids"]], lone_params(record, runtime))
+        (output,) = llm.generate([prompt], lone_params(record, runtime), images=[images])
     found = output.record
     assert found is not None
     if save is not None:
@@ -113,6 +118,32 @@ def check_same(
         refuse(f"{difference}. --ignore-weights runs it all the same", model.source)
     for name in ("execution", "options"):
         refuse(first_difference({name: getattr(record, name)}, {name: facts[name]}), model.source)
+
+
+def recorded_prompt(
+    record: "RunRecord", model: "Model", files: list[Path]
+) -> tuple[list[int], list[Any]]:
+    """Returns the prompt of a record with one token for each image, and its images.
+
+    Raises:
+        InputError: other images than those of the record, or another number of them.
+    """
+    from deepinfer_jax.engine.prompt import read_images
+    from deepinfer_jax.errors import InputError
+
+    ids, spans = list(record.request["prompt_token_ids"]), record.request.get("images", [])
+    if len(files) != len(spans):
+        raise InputError(
+            f"a record has the digests of its images and not their pixels: this one needs "
+            f"{len(spans)} images, got {len(files)}. Give --image for each, in order"
+        )
+    images = list(read_images(model.config, files))
+    for place, (one, span) in enumerate(zip(images, spans, strict=True), start=1):
+        if one.digest.hex() != span["digest"]:
+            raise InputError(f"image {place}, {files[place - 1]}, is not the one of the record")
+    for span in reversed(spans):
+        ids[span["start"] + 1 : span["start"] + span["length"]] = []
+    return ids, images
 
 
 def lone_runtime(record: "RunRecord") -> "RuntimeConfig":

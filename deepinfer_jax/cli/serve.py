@@ -68,6 +68,16 @@ def serve(
     max_body_bytes: Annotated[
         int, typer.Option(envvar=_env("max_body_bytes"), help="Largest request; then 413.")
     ] = 32 * 2**20,
+    max_images: Annotated[
+        int, typer.Option(envvar=_env("max_images"), help="Images of a request; then 400.")
+    ] = 64,
+    allow_image_urls: Annotated[
+        bool,
+        typer.Option(
+            "--allow-image-urls",
+            help="Download images that clients name by URL, from public addresses alone.",
+        ),
+    ] = False,
     deadline_s: Annotated[
         float | None,
         typer.Option(envvar=_env("deadline_s"), help="Seconds of requests that give none."),
@@ -118,6 +128,8 @@ def serve(
         insecure=insecure,
         max_waiting=max_waiting,
         max_body_bytes=max_body_bytes,
+        max_images=max_images,
+        allow_image_urls=allow_image_urls,
         deadline_s=deadline_s,
         stream_stall_timeout_s=stream_stall_timeout_s,
         drain_seconds=drain_seconds,

@@ -36,6 +36,7 @@ class Talk:
     console: "Console"  # of stderr
     is_interactive: bool = field(default_factory=lambda: sys.stdout.isatty())
     messages: list[Message] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # data URLs, of the next message
 
     def reset(self, system: str | None) -> None:
         """Forgets everything but the system message."""
@@ -58,7 +59,21 @@ class Talk:
         Raises:
             InputError: The message cannot be encoded, or the conversation has become too long.
         """
-        self.go_on([*self.messages, {"role": "user", "content": text}])
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        content = [*images, {"type": "text", "text": text}] if images else text
+        self.go_on([*self.messages, {"role": "user", "content": content}])
+        self.images = []
+
+    def attach(self, name: str) -> None:
+        """Keeps an image file for the next message.
+
+        Raises:
+            InputError: It is no image that can be read, or the model does not see.
+        """
+        from deepinfer_jax.vision.data_url import encode_data_url
+
+        self.encoder.read(name, Path(name))
+        self.images.append(encode_data_url(Path(name).read_bytes()))
 
     def go_on(self, turn: list[Message]) -> None:
         """Streams the answer to messages; errors as `answer`."""
@@ -145,6 +160,15 @@ def set_thinking(talk: Talk, text: str) -> str:
     return f"Thinking is {'on' if thinking else 'off'}" + (f", effort {effort}." if effort else ".")
 
 
+def attach_image(talk: Talk, text: str) -> str:
+    """Attaches an image to the next message; without a name those that wait are dropped."""
+    if not text:
+        talk.images = []
+        return "No image is attached."
+    talk.attach(text)
+    return f"{len(talk.images)} images go with the next message."
+
+
 def set_tools(talk: Talk, text: str) -> str:
     """Reads the tools of a JSON file; without a name there are none."""
     from deepinfer_jax.chat.messages import build_conversation
@@ -226,6 +250,7 @@ def stats(talk: Talk, text: str) -> str:
 COMMANDS: "dict[str, tuple[str, str, Callable[[Talk, str], str]]]" = {
     "/system": ("[TEXT]", "changes the system message", set_system),
     "/think": ("on|off|EFFORT", "turns reasoning on or off", set_thinking),
+    "/image": ("[FILE]", "shows an image with the next message", attach_image),
     "/tools": ("[FILE]", "declares the tools of a JSON file", set_tools),
     "/regen": ("", "answers again with another seed", regenerate),
     "/save": ("FILE", "writes the conversation", save),

@@ -203,6 +203,11 @@ def read_config(source: str | Path) -> ModelConfig:
 
     Raises:
         ConfigError: The file is absent, is not JSON, or holds what this package cannot honour.
+
+    Examples:
+        >>> from deepinfer_jax.loading import EMBEDDED
+        >>> di.read_config(EMBEDDED).num_hidden_layers
+        12
     """
     path = Path(source)
     if path.is_dir():
@@ -229,6 +234,12 @@ def config_from_hf(data: dict[str, Any]) -> ModelConfig:
 
     Raises:
         ConfigError: A key is missing or unknown, or a value cannot be honoured; lists all of them.
+
+    Examples:
+        >>> di.config_from_hf({"model_type": "llama"})
+        Traceback (most recent call last):
+            ...
+        deepinfer_jax.errors.ConfigError: ...
     """
     return _parse(data, "the given mapping")
 

@@ -147,7 +147,14 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
-    """How `load` decided to run the model; static, part of every compiled program's identity."""
+    """How `load` decided to run the model; static, part of every compiled program's identity.
+
+    Made by `load`, which checks its options first and says what it raises.
+
+    Examples:
+        >>> model.config.execution.numerics, model.config.execution.kernel("rms_norm_quant")
+        ('float32', 'xla')
+    """
 
     numerics: NumericsMode = "float32"
     determinism: DeterminismLevel = "batch"
@@ -173,6 +180,11 @@ class ExecutionConfig:
         """Rows by which plans grow: those of a tile of the network."""
         return self.row_tile if self.is_tiled else ROW_STEP
 
+    @property
+    def on_ascend(self) -> bool:
+        """Whether the network runs on an Ascend device, through `backends.AscendModel`."""
+        return self.kernel("network") == "ascend"
+
     def kernel(self, operation: str) -> str:
         """Returns the implementation chosen for an operation, "xla" unless another was named."""
         return dict(self.kernels).get(operation, "xla")
@@ -180,7 +192,14 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model: dimensions, parts and how it is run."""
+    """One model: dimensions, parts and how it is run. Hashable: a static argument of `jax.jit`.
+
+    Made by `read_config`, `config_from_hf` and `preset`; each says what it raises.
+
+    Examples:
+        >>> model.config.hidden_size, model.config.mhc.hc_mult, model.config.draft.num_stages
+        (192, 4, 3)
+    """
 
     model_type: Literal["deepseek_v41", "deepseek_v4"]
     vocab_size: int

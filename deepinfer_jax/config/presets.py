@@ -223,8 +223,13 @@ _BY_NAME: dict[str, dict[str, Any]] = {
     "tiny-v41": _TINY_V41,
 }
 
-#: Names that `preset` knows.
 PRESETS = tuple(_BY_NAME)
+"""Names that `preset` knows: str.
+
+Examples:
+    >>> "deepseek-v4.1-flash" in di.PRESETS
+    True
+"""
 
 
 def preset(name: str) -> ModelConfig:
@@ -232,6 +237,11 @@ def preset(name: str) -> ModelConfig:
 
     Raises:
         ConfigError: There is no preset of this name.
+
+    Examples:
+        >>> config = di.preset("deepseek-v4.1-flash")
+        >>> config.num_hidden_layers, config.hidden_size
+        (40, 5120)
     """
     data = _BY_NAME.get(name.lower())
     if data is None:

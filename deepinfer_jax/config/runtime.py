@@ -44,6 +44,12 @@ class RuntimeConfig:
     Raises:
         ConfigError: a value outside its range.
         TypeError: a keyword that does not exist; the message names the nearest one.
+
+    Examples:
+        >>> di.RuntimeConfig(max_seq=8)
+        Traceback (most recent call last):
+            ...
+        TypeError: RuntimeConfig has no field 'max_seq'; did you mean 'max_seqs'?
     """
 
     __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal

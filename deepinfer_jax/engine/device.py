@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.drafting import Drafting
+from deepinfer_jax.engine.images import empty_pool, put_rows
 from deepinfer_jax.engine.layout import PlanLayout, blank
 from deepinfer_jax.engine.marks import edit_rows
 from deepinfer_jax.engine.masked import (
@@ -31,9 +33,19 @@ from deepinfer_jax.engine.program import MaskTable, StepResult, run_step
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import EngineState, init_slots, null_marks, set_marks_program
 from deepinfer_jax.grammar.masks import MaskRows, blank_masks
+from deepinfer_jax.loading import fits_expanded
 from deepinfer_jax.model.registry import AnyParams, network_of
 from deepinfer_jax.model.slots import copy_block, copy_slot, put_checkpoint, take_checkpoint
 from deepinfer_jax.model.state import CacheLayout
+from deepinfer_jax.model.vision.encode import encode_program
+from deepinfer_jax.model.vision.patches import (
+    EncoderSize,
+    encoder_sizes,
+    grid_of,
+    padded_patches,
+    size_for,
+    vision_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Device:
     """Owns the engine's state on the device.
 
     drafting: how drafts are made, or None. alternatives: k of log-probabilities. hashes: whether
-    steps return hashes of logits.
+    steps return hashes of logits. image_rows: of encoded images.
     """
 
     def __init__(
@@ -76,6 +88,7 @@ class Device:
         drafting: Drafting | None,
         alternatives: int,
         hashes: bool,
+        image_rows: int = 0,
     ) -> None:
         """Allocates the state beside the parameters."""
         self.config, self.alternatives, self.drafting = config, alternatives, drafting
@@ -94,6 +107,7 @@ class Device:
                     drafts=drafting.size if drafting else 0,
                     keeps_q=config.execution.determinism != "batch",
                 ),
+                images=empty_pool(config, image_rows),
             )
 
         # Where the parameters are: a state that moves after its first step would compile twice.
@@ -109,6 +123,7 @@ class Device:
     def params(self, params: AnyParams) -> None:
         leaves, tree = jax.tree.flatten(params)
         self._params = tuple(leaves)
+        self._vision = getattr(params, "vision", None)
         self._trees = (tree, self._tree)
 
     @property
@@ -242,6 +257,25 @@ class Device:
             cache = copy_block(cache, *self._words(*pair))
         self._state = replace(self._state, cache=cache)
 
+    def encode(self, pixels: np.ndarray, rows: np.ndarray) -> None:
+        """Encodes an image into rows of the pool: a canvas, and a place for each of its tokens."""
+        grid = grid_of(self.config, pixels)
+        size = size_for(self.config, grid)
+        self._encode(
+            size, padded_patches(self.config, pixels, size), (grid.rows, grid.columns), rows
+        )
+
+    def _encode(
+        self, size: EncoderSize, patches: np.ndarray, grid: tuple[int, int], rows: np.ndarray
+    ) -> None:
+        assert self._state.images is not None, "an engine without images encodes none"
+        beyond = self._state.images.shape[0]
+        target = np.full(size.tokens, beyond, np.int32)
+        target[: len(rows)] = rows
+        patches, sides, target = self._put((patches, np.asarray(grid, np.int32), target))
+        found = encode_program(self._vision, patches, sides, config=self.config, tokens=size.tokens)
+        self._state = replace(self._state, images=put_rows(self._state.images, found, target))
+
     def edit(self, sequence: Sequence) -> None:
         """Writes the logit edits of a sequence that is about to start."""
         self._mark(sequence.slot, edit_rows(sequence, self.config.vocab_size))
@@ -261,6 +295,14 @@ class Device:
             flight = self.dispatch(StepPlan(layout=layout, vector=blank(layout)[0]))
             jax.block_until_ready(flight.result)
             seconds[f"step of {layout.rows} rows"] = time.perf_counter() - begin
+        sizes = encoder_sizes(self.config) if self._state.images is not None else ()
+        for size in sizes:
+            begin = time.perf_counter()
+            width = 3 * vision_of(self.config).patch_size ** 2
+            patches = np.zeros((size.patches, width), np.uint8)
+            self._encode(size, patches, (1, 1), np.zeros(0, np.int32))
+            jax.block_until_ready(self._state.images)
+            seconds[f"images of {size.tokens} tokens"] = time.perf_counter() - begin
         begin = time.perf_counter()
         self.restore(0, 0, jax.device_get(self._save(0, 0)))
         self.copy(0, 0, [(0, 0)])
@@ -290,11 +332,29 @@ class Device:
         """Ends what depends on this device: nothing, in one process."""
 
 
-def engine_device(*arguments: Any, **options: Any) -> Device:
-    """Returns the device of an engine; in a job of several processes, this process's part of it."""
+def engine_weights(config: ModelConfig, params: AnyParams) -> AnyParams:
+    """Returns the weights as the programs take them: of a small model as float32.
+
+    Exactly, so no bit of any output changes. A tile of few rows would spend more time on expanding
+    weights than on products, and again for the next tile.
+    """
+    if config.execution.kernels or not fits_expanded(config):
+        return params
+    return expand_float32(params)
+
+
+def engine_device(config: ModelConfig, *arguments: Any, **options: Any) -> Any:
+    """Returns the device of an engine; in a job of several processes, this process's part of it.
+
+    A `Device`, or what takes its place.
+    """
+    if config.execution.on_ascend:
+        from deepinfer_jax.engine.ascend_device import AscendDevice
+
+        return AscendDevice(config, *arguments, **options)
     if jax.process_count() == 1:
-        return Device(*arguments, **options)
+        return Device(config, *arguments, **options)
     from deepinfer_jax.engine.lockstep import FollowingDevice, LeadingDevice
 
     part = LeadingDevice if jax.process_index() == 0 else FollowingDevice
-    return part(*arguments, **options)
+    return part(config, *arguments, **options)

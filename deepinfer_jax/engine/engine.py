@@ -18,18 +18,19 @@ import jax
 
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.keys import root_key
-from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.determinism import require_level
+from deepinfer_jax.engine.ascend_device import ascend_runtime
 from deepinfer_jax.engine.book import RequestBook
 from deepinfer_jax.engine.constraints import Constraints
-from deepinfer_jax.engine.device import Flight, engine_device
+from deepinfer_jax.engine.device import Flight, engine_device, engine_weights
 from deepinfer_jax.engine.draft_policy import draft_policy
 from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import StreamDelta
 from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.profile import measured_corrections
 from deepinfer_jax.engine.program import StepResult
+from deepinfer_jax.engine.prompt import PromptImage, placed_images
 from deepinfer_jax.engine.request import Request, request_factory
 from deepinfer_jax.engine.results import RoundResult, push_tokens, round_results, take_scores
 from deepinfer_jax.engine.scheduler import Scheduler
@@ -42,7 +43,7 @@ from deepinfer_jax.engine.trace import Trace
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.grammar.compiler import GrammarCompiler
 from deepinfer_jax.grammar.masks import MaskRows
-from deepinfer_jax.loading import Model, fits_expanded
+from deepinfer_jax.loading import Model
 from deepinfer_jax.model.params import same_form
 from deepinfer_jax.sampling.edits import GRAMMAR
 from deepinfer_jax.sampling.params import SamplingParams
@@ -55,6 +56,10 @@ class Engine:
     Raises:
         ConfigError: an option the model cannot honour.
         CapacityError: the cache does not fit its budget.
+
+    Examples:
+        >>> di.Engine(model, di.RuntimeConfig(max_seqs=2, max_len=64)).has_work
+        False
     """
 
     def __init__(
@@ -65,8 +70,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocates the state; programs compile at `warm_up` or at the first step."""
-        self.model, self.runtime = model, runtime or RuntimeConfig()
-        self.clock, runtime = clock, self.runtime
+        runtime = ascend_runtime(model.config, runtime or RuntimeConfig())
+        self.model, self.runtime, self.clock = model, runtime, clock
         execution = replace(model.config.execution, replay=runtime.replay)
         self.config = replace(model.config, execution=execution)
         require_level(execution, runtime)
@@ -93,12 +98,13 @@ class Engine:
         self._factory = request_factory(model, runtime, records=True)
         self.device = self._device = engine_device(
             self.config,
-            self._expanded(model.params),
+            engine_weights(self.config, model.params),
             self.capacity.layout,
             stop_ids=runtime.max_stop_ids,
             drafting=drafting,
             alternatives=min(runtime.max_logprobs, self.config.vocab_size),
             hashes=runtime.record == "logits",
+            image_rows=limits.layouts[-1].image_rows,
         )
         compiler = GrammarCompiler(
             model.tokenizer, self.config, seconds=float(runtime.grammar_seconds)
@@ -113,32 +119,36 @@ class Engine:
         *,
         request_id: str | None = None,
         sink: Callable[[StreamDelta], None] | None = None,
+        images: Items[Any] = (),
     ) -> Request:
         """Queues a request; `step` runs it.
 
         Args:
-            ids: of the prompt.
+            ids: of the prompt, with one image token for each image.
             params: what is asked for.
             request_id: a name not in use; None takes the number of arrival.
             sink: called with what is new of every completion, as it is read.
+            images: as `vision.image.read_image` takes them.
 
         Raises:
             InputError: it cannot be honoured.
             TokenizerError: it needs text and there is no tokenizer.
         """
-        params = params or SamplingParams()
-        seed = fresh_seed() if params.seed is None else params.seed
-        return self._enter(ids, params, request_id, sink, seed, ())
+        prompt = placed_images(self.config, ids, images)
+        return self._enter(*prompt, params or SamplingParams(), request_id=request_id, sink=sink)
 
     def _enter(
         self,
         ids: Items[int],
+        images: tuple[PromptImage, ...],
         params: SamplingParams,
-        request_id: str | None,
-        sink: Callable[[StreamDelta], None] | None,
-        seed: int,
-        output_ids: Items[int],
+        *,
+        request_id: str | None = None,
+        sink: Callable[[StreamDelta], None] | None = None,
+        seed: int | None = None,
+        output_ids: Items[int] = (),
     ) -> Request:
+        seed = params.seed if seed is None else seed
         name = self._book.name(request_id, self._numbers)
         options = (f"replay={self.runtime.replay}", f"keep={self.runtime.replay_keep_tokens}")
         request = self._factory.build(
@@ -149,9 +159,10 @@ class Engine:
             root=root_key(
                 self.config, weights=str(self._weights), salt=params.cache_salt, options=options
             ),
-            seed=seed,
+            seed=fresh_seed() if seed is None else seed,
             now=self.clock(),
             output_ids=output_ids,
+            images=images,
         )
         self._numbers += 1
         request.sink = sink
@@ -177,12 +188,14 @@ class Engine:
         for name in tuple(self._book.requests):
             self.abort(name)
 
-    def check(self, ids: Items[int], params: SamplingParams, name: str = "") -> None:
+    def check(
+        self, ids: Items[int], params: SamplingParams, name: str = "", images: Items[Any] = ()
+    ) -> None:
         """Raises InputError or TokenizerError for a request that `submit` would refuse.
 
         Waits until a grammar is compiled: GrammarError, if it cannot be.
         """
-        self._factory.check(ids, params, name)
+        self._factory.check(ids, params, name, images)
         if params.grammar is not None:
             self._constraints.check(params.grammar)
 
@@ -191,7 +204,7 @@ class Engine:
     ) -> Request:
         """Queues a request that continues a running completion from where the host has read it.
 
-        Its prompt is the prompt and the output so far. options: of `submit`, as `request_id`.
+        Its prompt is the prompt and the output so far. options: `request_id`, `sink`.
 
         Raises:
             InputError: no such request is running, or `params` cannot be honoured.
@@ -200,7 +213,7 @@ class Engine:
         if request is None or not 0 <= child < len(request.sequences):
             raise InputError(f"only a running completion can be forked, got {request_id!r}")
         parent = request.sequences[child]
-        return self.submit(parent.ids[: parent.count].tolist(), params, **options)
+        return self._enter(parent.ids[: parent.count].tolist(), parent.images, params, **options)
 
     @property
     def has_work(self) -> bool:
@@ -208,10 +221,7 @@ class Engine:
         return bool(self._book.requests or self._flights)
 
     def step(self) -> list[Request]:
-        """Plans and dispatches a step, reads what is due; returns the requests that are done now.
-
-        With nothing to dispatch, the oldest step in flight is read.
-        """
+        """Plans and dispatches a step, reads what is due; returns the requests done now."""
         with jax.transfer_guard("disallow"):
             self._book.expire()
             if self._constraints.is_waiting:
@@ -302,12 +312,10 @@ class Engine:
             request.sink(output.delta())
 
     def profile(self, folder: Path | None = None) -> str:
-        """Measures what rows cost, for draft_policy="scheduled", unless a file holds it.
+        """Measures what rows cost, for draft_policy="scheduled"; returns a note on their origin.
 
-        Without it the time is taken to grow with the rows. Returns a note on their origin.
-
-        Args:
-            folder: of the file; None is `speculative.cost.cache_folder()`.
+        folder: of a file that may hold it already; None is `speculative.cost.cache_folder()`.
+        Unmeasured, the time is taken to grow with the rows.
 
         Raises:
             InputError: requests are running.
@@ -353,21 +361,12 @@ class Engine:
         self._settle("weights are replaced")
         if not same_form(self.model.params, params):
             raise InputError("replace_params needs a tree of the same structure, shapes and dtypes")
-        self._device.params = self._expanded(params)
+        self._device.params = engine_weights(self.config, params)
         self.model = replace(self.model, params=params)
         self._factory = self._factory.with_weights(self.model)
         self._weights += 1
         self.scheduler.cache.clear()
-
-    def _expanded(self, params: Any) -> Any:
-        """Returns the weights as the programs take them: of a small model as float32.
-
-        Exactly, so no bit of any output changes. A tile of few rows would spend more time on
-        expanding weights than on products, and again for the next tile.
-        """
-        if self.config.execution.kernels or not fits_expanded(self.config):
-            return params
-        return expand_float32(params)
+        self.scheduler.images.clear()
 
     def snapshot(self) -> dict[str, Any]:
         """Returns every unfinished request as plain values: prompt, params, seed, output.
@@ -384,7 +383,7 @@ class Engine:
             InputError: one cannot be honoured here; those before it are queued.
         """
         return [
-            self._enter(found.ids, found.params, found.request_id, None, found.seed, found.output)
+            self._enter(found.ids, found.images, found.params, **found.options)
             for found in map(unpack_request, snapshot["requests"])
         ]
 

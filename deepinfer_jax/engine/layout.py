@@ -44,7 +44,8 @@ class PlanLayout:
 
     rows: a multiple of the row tile, at least two tiles. slots: sequences that run together.
     deltas: block-table entries a step. stop_ids: of one sequence, EOS included. drafts: of one
-    round; 0 without drafting.
+    round; 0 without drafting. image_rows: of encoded images held on the device; 0 for a model that
+    sees none, whose plans have no part for them.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class PlanLayout:
     deltas: int
     stop_ids: int
     drafts: int = 0
+    image_rows: int = 0
 
     @property
     def admit_width(self) -> int:
@@ -72,6 +74,7 @@ class PlanLayout:
             "position": (self.rows,),
             "slot": (self.rows,),
             "target": (self.rows,),
+            **({"image": (self.rows,)} if self.image_rows else {}),
             "rounds": (self.slots,),
             "ends": (self.slots,),
             "deltas": (self.deltas, 3),
@@ -95,7 +98,8 @@ class PlanParts:
     """The parts of a packed plan, as NumPy views on the host or arrays on the device.
 
     header: `HEADER`. ids, position, slot, target [T]: of prompt rows; target is the next id of a
-    scored row, -1 elsewhere. rounds [S]: slots that decode. ends [S]: rows of the plan that end a
+    scored row, -1 elsewhere. image [T]: the encoded row that an image's prompt row takes; None
+    without images. rounds [S]: slots that decode. ends [S]: rows of the plan that end a
     prompt. deltas [D, 3]: slot, place, block; slot 0 where unused. admits [S, width]: `ADMIT_INTS`,
     bits of `ADMIT_FLOATS`, stop ids (-1 unused).
     """
@@ -109,6 +113,7 @@ class PlanParts:
     ends: Any
     deltas: Any
     admits: Any
+    image: Any = None
 
 
 def unpack(layout: PlanLayout, vector: Any) -> PlanParts:

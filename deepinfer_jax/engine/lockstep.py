@@ -19,6 +19,7 @@ from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.grammar.masks import MaskRows
+from deepinfer_jax.model.vision.patches import EncoderSize
 from sharding.processes import Channel, run_or_end
 
 
@@ -100,6 +101,12 @@ class LeadingDevice(_JobDevice):
         """Copies a slot and some blocks, everywhere."""
         self._send("copy", source, target, list(blocks))
         super().copy(source, target, blocks)
+
+    def _encode(
+        self, size: EncoderSize, patches: np.ndarray, grid: tuple[int, int], rows: np.ndarray
+    ) -> None:
+        self._send("_encode", size, patches, grid, rows)
+        super()._encode(size, patches, grid, rows)
 
     def _mark(self, slot: int, rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         self._send("_mark", slot, rows)

@@ -16,7 +16,17 @@ TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability), best first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDelta:
-    """New text and ids of one completion; the last one carries the finish reason."""
+    """New text and ids of one completion; the last one carries the finish reason.
+
+    logprobs: one float for every id, None unless asked for. `LLM.stream` yields these, and raises
+    before the first.
+
+    Examples:
+        >>> short = di.SamplingParams(temperature=0, max_tokens=3)
+        >>> parts = list(llm.stream("Mara lives in", short))
+        >>> sum(len(part.token_ids) for part in parts), parts[-1].finish_reason
+        (3, 'length')
+    """
 
     index: int
     text: str
@@ -45,9 +55,16 @@ class RequestMetrics:
 class Completion:
     """One completion. EOS and stop ids are in `stop_reason`, not in `token_ids`.
 
-    logprobs: float32 log-probability of every token; None unless `SamplingParams.logprobs` is set.
-    top_logprobs: the best ids at every token, empty tuples for `logprobs=0`. logit_hashes: of the
-    raw logits that gave every token; None unless `RuntimeConfig.record` is "logits".
+    logprobs: float32 [len(token_ids)], log-probability of every token; None unless
+    `SamplingParams.logprobs` is set. top_logprobs: the best ids at every token, empty tuples for
+    `logprobs=0`. logit_hashes: of the raw logits that gave every token; None unless
+    `RuntimeConfig.record` is "logits". `LLM.generate` makes it and says what it raises.
+
+    Examples:
+        >>> params = di.SamplingParams(temperature=0, max_tokens=3, logprobs=0)
+        >>> one = llm.generate("Mara lives in", params)[0].outputs[0]
+        >>> one.logprobs.shape, one.logprobs.dtype, one.finish_reason
+        ((3,), dtype('float32'), 'length')
     """
 
     text: str
@@ -77,6 +94,14 @@ class RequestOutput:
     [prompt - 1] of every prompt id after the first; None unless asked for, as are
     `prompt_top_logprobs`. make_record: see `record`. warnings: keywords of its schema that are not
     enforced, if the grammar is not strict.
+
+    Raises:
+        InputError: by `record`, after `replace_params`.
+
+    Examples:
+        >>> output = llm.generate("Mara lives in", di.SamplingParams(seed=1, max_tokens=3))[0]
+        >>> output.seed, len(output.token_ids), output.record.request["params"]["seed"]
+        (1, 3, 1)
     """
 
     request_id: str
@@ -144,7 +169,13 @@ class RequestOutput:
 class ScoreOutput:
     """Raw log-probabilities of a prompt's ids from the second on.
 
-    logprobs: float32 [t - 1]. top_logprobs: the best ids at each of these places.
+    logprobs: float32 [t - 1]. top_logprobs: the best ids at each of these places. `LLM.score` makes
+    it and says what it raises.
+
+    Examples:
+        >>> scored = llm.score("Mara lives in Oakford.", top_logprobs=1)[0]
+        >>> len(scored.prompt_token_ids), scored.logprobs.shape, len(scored.top_logprobs[0])
+        (7, (6,), 1)
     """
 
     prompt_token_ids: tuple[int, ...]

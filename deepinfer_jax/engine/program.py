@@ -162,7 +162,8 @@ def network_part(
     state = _prepare(params, config, state, parts)
     plan, emitters = step_rows(layout, parts, state.slots, state.cache.length)
     writes_context = config.draft is not None
-    cache, hidden, _ = step(params, config, state.cache, plan, drafting=writes_context)
+    seeing = replace(plan, image_rows=state.images, image_place=parts.image)
+    cache, hidden, _ = step(params, config, state.cache, seeing, drafting=writes_context)
     prompt = _score_prompt(params, config, layout, parts, hidden, alternatives)
     rows = StepRows(plan=plan, emitters=emitters, hidden=hidden, prompt=prompt)
     return replace(state, cache=cache), rows
@@ -200,7 +201,7 @@ def token_part(
     # Rejected rows are taken back: the next round begins after the last token that was accepted.
     dropped = jnp.where(emitted.count > 0, emitters.slot, cache.length.shape[0])
     length = cache.length.at[dropped].set(emitters.base + emitted.count, mode="drop")
-    state = EngineState(cache=replace(cache, length=length), slots=slots)
+    state = replace(state, cache=replace(cache, length=length), slots=slots)
     if drafting is not None:
         assert isinstance(params, Params)  # V4 has no draft stages here
         state = make_drafts(params, config, state, parts, emitters, emitted, drafting)
@@ -258,7 +259,7 @@ def _prepare(
         ids_before=ids_before(admitted, look_back(config)),
     )
     table = cache.block_table.at[where, place].set(block, mode="drop")
-    return EngineState(cache=replace(cache, block_table=table), slots=slots)
+    return replace(state, cache=replace(cache, block_table=table), slots=slots)
 
 
 def _score_prompt(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.detokenize import Detokenizer
 from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import RequestMetrics, RequestOutput, StreamDelta
+from deepinfer_jax.engine.prompt import PromptImage, placed_images
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import InputError, TokenizerError
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.forward import host_ids
+from deepinfer_jax.model.vision.patches import grid_of, size_for
 from deepinfer_jax.record.recorder import Recorder, make_recorder
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import child_seed
@@ -69,7 +71,8 @@ class Request:
         make_record = None
         if self.recorder is not None:
             recorded = tuple(completion.recorded() for completion in completions)
-            make_record = partial(self.recorder.record, prompt, self.params, self.seed, recorded)
+            given = (prompt, self.params, self.seed, recorded, first.spans)
+            make_record = partial(self.recorder.record, *given)
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=prompt,
@@ -129,12 +132,13 @@ class RequestFactory:
         seed: int,
         now: float,
         output_ids: Items[int] = (),
+        images: tuple[PromptImage, ...] = (),
     ) -> Request:
         """Returns a request ready to be queued.
 
         Args:
             number: order of arrival.
-            ids: of the prompt.
+            ids: of the prompt, with a row for every token of every image.
             params: what is asked for.
             request_id: its name.
             root: of the prefix tree.
@@ -142,12 +146,13 @@ class RequestFactory:
             now: time of submission.
             output_ids: tokens it has produced before (a restored request of n = 1); produced
                 again if hashes of their logits are to be recorded.
+            images: of the prompt.
 
         Raises:
             InputError: something cannot be honoured.
             TokenizerError: text is needed and there is no tokenizer.
         """
-        self.check(ids, params, request_id)
+        self._check(ids, params, request_id, images)
         room = min(params.max_tokens, self.max_len - len(ids))
         banned = self._banned(params)
         keeps_hashes = self.runtime.record == "logits"
@@ -173,6 +178,7 @@ class RequestFactory:
                 submitted=now,
                 banned=banned,
                 parent=sequences[0] if child else None,
+                images=images,
             )
             sequence.append(output_ids)
             for token in output_ids:
@@ -190,10 +196,28 @@ class RequestFactory:
             )
         return request
 
-    def check(self, ids: Items[int], params: SamplingParams, request_id: str) -> None:
-        """Raises InputError or TokenizerError for a request that cannot be honoured."""
+    def check(
+        self, ids: Items[int], params: SamplingParams, request_id: str, images: Items[Any] = ()
+    ) -> None:
+        """Raises InputError or TokenizerError for a request that cannot be honoured.
+
+        Arguments as `Engine.submit`.
+        """
+        expanded, placed = placed_images(self.config, ids, images)
+        self._check(expanded, params, request_id, placed)
+
+    def _check(
+        self,
+        ids: Items[int],
+        params: SamplingParams,
+        request_id: str,
+        images: tuple[PromptImage, ...],
+    ) -> None:
         vocab, runtime = self.config.vocab_size, self.runtime
-        host_ids(self.config, ids, minimum=1)
+        rows = sum(one.span.length for one in images)
+        host_ids(self.config, ids, minimum=1, image_rows=rows)
+        for one in images:
+            size_for(self.config, grid_of(self.config, one.image.pixels))
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             outside = [token for token in getattr(params, name) or () if token >= vocab]
             if outside:

@@ -22,6 +22,7 @@ from deepinfer_jax.cache.hit import (
 )
 from deepinfer_jax.engine.admission import write_admission
 from deepinfer_jax.engine.draft_policy import DraftPolicy
+from deepinfer_jax.engine.images import ImagePool, cuts_beside_images, image_chunk
 from deepinfer_jax.engine.layout import PlanParts, blank
 from deepinfer_jax.engine.plan import Chunk, Limits, StepPlan
 from deepinfer_jax.engine.results import RoundResult
@@ -40,6 +41,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []  # by rank
         self.free_slots = list(range(limits.layouts[-1].slots, 0, -1))
+        self.images = ImagePool(limits.layouts[-1].image_rows)
         self.counters: Counter[str] = Counter()
         self._generation = 0
         self._deltas: list[tuple[int, int, int]] = []
@@ -92,6 +94,7 @@ class Scheduler:
         budget = self.limits.layouts[-1]
         vector, parts = blank(budget)
         plan = StepPlan(layout=budget, vector=vector)
+        self.images.begin_step()
         self._fork(plan)
         self._decode(plan, parts)
         for sequence in list(self.active):
@@ -119,7 +122,8 @@ class Scheduler:
         layout = next(one for one in self.limits.layouts if one.rows >= plan.rows)
         if layout is not plan.layout:
             vector, small = blank(layout)
-            for name in ("ids", "position", "slot", "target"):
+            rows = ("ids", "position", "slot", "target", *(("image",) if layout.image_rows else ()))
+            for name in rows:
                 getattr(small, name)[:] = getattr(parts, name)[: layout.rows]
             for name in ("rounds", "ends", "deltas", "admits"):
                 getattr(small, name)[:] = getattr(parts, name)
@@ -185,6 +189,8 @@ class Scheduler:
         cut = next((position for position in sequence.cuts if position > start), end)
         left = max(self.limits.budget - plan.rows, 0 if plan.chunks else 1)
         count = min(left, cut - start, end - start)
+        if sequence.images and count > 0:
+            count = image_chunk(self.images, plan, parts, sequence, start, start + count) - start
         if count <= 0:
             return
         row, stop = plan.prompt_rows, start + count
@@ -218,7 +224,7 @@ class Scheduler:
             full = plan.rows >= self.limits.budget and plan.chunks
             if full or not self.free_slots:
                 return
-            if _copies_soon(sequence):
+            if sequence.copies_soon:
                 continue
             if not self._start(plan, sequence):
                 return
@@ -230,7 +236,7 @@ class Scheduler:
         cache, rule, size = self.cache, self.limits.rule, self.cache.block_tokens
         tokens = sequence.ids[: sequence.count]
         bypass = self._bypass(sequence)
-        match = None if bypass else cache.match(sequence.root, tokens)
+        match = None if bypass else cache.match(sequence.root, tokens, images=sequence.spans)
         matched, held = (match.tokens, match.checkpoints) if match else (0, ())
         length, prompt = len(tokens), sequence.prompt_len
         hit = usable_hit(rule, length, matched, held, prompt=prompt, bypass=bypass)
@@ -264,6 +270,7 @@ class Scheduler:
             sequence.output.cache_reason = None if hit.reason is None else str(hit.reason)
         if self.limits.prefix_cache and rule.restore == "checkpoint":
             cuts = checkpoint_positions(rule, prompt)
+            cuts = cuts_beside_images(cuts, sequence.images, size) if sequence.images else cuts
             sequence.cuts = tuple(cut for cut in cuts if cut > hit.length)
         return True
 
@@ -368,7 +375,8 @@ class Scheduler:
             return
         before = sequence.blocks[first:full]
         tokens = sequence.ids[: full * self.cache.block_tokens]
-        after = self.cache.publish(sequence.root, tokens, sequence.blocks, first, full)
+        blocks, images = sequence.blocks, sequence.spans
+        after = self.cache.publish(sequence.root, tokens, blocks, first, full, images=images)
         for place, (old, new) in enumerate(zip(before, after, strict=True), start=first):
             if old != new:
                 self._deltas.append((sequence.slot, place, new))
@@ -382,18 +390,10 @@ class Scheduler:
             CacheError: a slot or block is lost or used twice.
         """
         self.cache.check()
+        self.images.check()
         used = sorted([s.slot for s in self.active] + self.free_slots)
         if used != list(range(1, self.limits.layouts[-1].slots + 1)):
             raise CacheError(f"every slot must be free or used once, they are {used}")
         held = Counter(block for sequence in self.active for block in sequence.blocks)
         if held != self.cache.references():
             raise CacheError("references to blocks must be those of active sequences")
-
-
-def _copies_soon(child: Sequence) -> bool:
-    """Returns whether a plan to come can copy the prompt's rows from the child's sibling."""
-    parent = child.parent
-    if parent is None or child.produced:
-        return False
-    is_ready = parent.phase is Phase.RUNNING and parent.computed == child.prompt_len
-    return is_ready or parent.phase in (Phase.WAITING, Phase.PREFILL)

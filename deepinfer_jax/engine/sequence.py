@@ -6,7 +6,9 @@ from enum import StrEnum
 
 import numpy as np
 
+from deepinfer_jax.cache.keys import ImageSpan
 from deepinfer_jax.engine.completion import CompletionBuilder
+from deepinfer_jax.engine.prompt import PromptImage
 from deepinfer_jax.grammar.matcher import Matcher
 from deepinfer_jax.sampling.params import SamplingParams
 
@@ -27,7 +29,8 @@ class Sequence:
 
     number, child: order of arrival. ids: prompt and committed output in one buffer, `count` of them
     valid. room: most output tokens. seed: of this child. root: of the prefix tree. banned: ids of
-    `bad_words`. parent: another child of the same prompt, whose cache rows can be copied.
+    `bad_words`. parent: another child of the same prompt, whose cache rows can be copied. images:
+    of the prompt, in order.
 
     slot, generation: 0 while it has no slot. blocks: its cache blocks in order, for `capacity`
     tokens. reused: tokens whose rows it found in the cache. first: first row it runs. computed:
@@ -51,6 +54,7 @@ class Sequence:
     submitted: float
     banned: tuple[int, ...] = ()
     parent: "Sequence | None" = None
+    images: tuple[PromptImage, ...] = ()
     phase: Phase = Phase.WAITING
     slot: int = 0
     generation: int = 0
@@ -82,6 +86,20 @@ class Sequence:
     def rank(self) -> tuple[int, int, int]:
         """Order of admission; the last one is preempted first (engine.md 6.3)."""
         return (-self.params.priority, self.number, self.child)
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """Where its images are, for the keys of its blocks."""
+        return tuple(one.span for one in self.images)
+
+    @property
+    def copies_soon(self) -> bool:
+        """Whether a plan to come can copy the prompt's rows from its sibling."""
+        parent = self.parent
+        if parent is None or self.produced:
+            return False
+        is_ready = parent.phase is Phase.RUNNING and parent.computed == self.prompt_len
+        return is_ready or parent.phase in (Phase.WAITING, Phase.PREFILL)
 
     @property
     def has_edits(self) -> bool:

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import jax
 
-from deepinfer_jax.cache.capacity import Capacity, plan_capacity
+from deepinfer_jax.cache.capacity import Capacity, blocks_for, plan_capacity
 from deepinfer_jax.cache.hit import hit_rule
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import ROLLBACK, RuntimeConfig
+from deepinfer_jax.engine.images import pool_bytes, pool_rows
 from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.plan import Limits
 from deepinfer_jax.model.share import rows_before_read
@@ -18,6 +19,8 @@ from deepinfer_jax.model.step import plan_length
 STATIC_ROWS = 64
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.8
+#: No bound: an Ascend device has room for the longest sequence of every slot, or raises at once.
+ASCEND_CACHE_BYTES = 2**62
 
 
 def plan_layouts(
@@ -46,15 +49,20 @@ def plan_layouts(
             deltas=deltas,
             stop_ids=runtime.max_stop_ids,
             drafts=drafts,
+            image_rows=pool_rows(config, runtime),
         )
         for size in sizes
     )
 
 
 def _most_rows(config: ModelConfig, runtime: RuntimeConfig, drafts: int) -> int:
-    """Returns the rows of the longest plan: all rounds with all drafts, and a prompt row."""
+    """Returns the rows of the longest plan: all rounds with all drafts, and a prompt row.
+
+    Or a whole image in place of that row.
+    """
     rounds = runtime.max_seqs * (drafts + 1)
-    return plan_length(max(runtime.max_tokens_per_step, rounds + 1), config.execution.row_step)
+    least = 1 if config.vision is None else config.vision.max_image_tokens
+    return plan_length(max(runtime.max_tokens_per_step, rounds + least), config.execution.row_step)
 
 
 def engine_limits(
@@ -80,7 +88,7 @@ def engine_limits(
 
 
 def engine_capacity(config: ModelConfig, runtime: RuntimeConfig, drafts: int) -> Capacity:
-    """Returns slots and blocks for the budget, at most what all sequences at full length use.
+    """Returns slots and blocks for the budget, at most what all sequences at full length need.
 
     Raises:
         CapacityError: the budget holds less than one longest sequence.
@@ -89,7 +97,7 @@ def engine_capacity(config: ModelConfig, runtime: RuntimeConfig, drafts: int) ->
     if not config.execution.is_tiled:
         tile = _most_rows(config, runtime, drafts)
     device = jax.devices()[0]
-    budget = runtime.cache_bytes
+    budget = ASCEND_CACHE_BYTES if config.execution.on_ascend else runtime.cache_bytes
     if budget is None:
         found = device.memory_stats() if device.platform != "cpu" else None
         free = found["bytes_limit"] - found["bytes_in_use"] if found else None
@@ -102,9 +110,20 @@ def engine_capacity(config: ModelConfig, runtime: RuntimeConfig, drafts: int) ->
         block_tokens=runtime.block_tokens,
         row_tile=tile,
         rollback=ROLLBACK,
+        image_bytes=pool_bytes(config, pool_rows(config, runtime)),
     )
-    most = 1 + runtime.max_seqs * capacity.layout.max_blocks
+    most = _most_blocks(runtime, capacity.layout.max_blocks, drafts)
     if runtime.cache_bytes is not None or capacity.layout.num_blocks <= most:
         return capacity
     layout = replace(capacity.layout, num_blocks=most)
     return replace(capacity, layout=layout)
+
+
+def _most_blocks(runtime: RuntimeConfig, max_blocks: int, drafts: int) -> int:
+    """Returns the blocks with which `max_seqs` sequences of any length run together.
+
+    Those they fill, the null block, and what admission of the last one leaves for the others.
+    """
+    ahead = blocks_for((runtime.async_depth + 1) * (drafts + 1), runtime.block_tokens)
+    filled = 1 + runtime.max_seqs * max_blocks + (runtime.max_seqs - 1) * ahead
+    return filled + filled // 99 + 1  # 1 % of all, rounded up, see `reserved_blocks`

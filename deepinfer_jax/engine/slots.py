@@ -69,10 +69,14 @@ class SlotState:
 
 @struct.dataclass
 class EngineState:
-    """Everything that stays on the device between steps."""
+    """Everything that stays on the device between steps.
+
+    images: rows of encoded images, by place in `images.ImagePool`; None for a model without them.
+    """
 
     cache: AnyState
     slots: SlotState
+    images: Leaf = None  # [image_rows, d]
 
 
 def init_slots(

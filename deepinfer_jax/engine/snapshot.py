@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from deepinfer_jax.engine.prompt import PromptImage, pack_image, unpack_image
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.sampling.params import SamplingParams
@@ -17,6 +18,12 @@ class SavedRequest:
     output: list[int]
     params: SamplingParams
     seed: int
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the engine needs to know beside prompt and parameters."""
+        return {"request_id": self.request_id, "seed": self.seed, "output_ids": self.output}
 
 
 def pack_request(request: Request) -> dict[str, Any]:
@@ -31,6 +38,7 @@ def pack_request(request: Request) -> dict[str, Any]:
         "output": first.ids[first.prompt_len : first.count].tolist() if alone else [],
         "params": fields | {"seed": request.seed},
         "seed": request.seed,
+        "images": [pack_image(one) for one in first.images],
     }
 
 
@@ -50,4 +58,5 @@ def unpack_request(saved: dict[str, Any]) -> SavedRequest:
         output=[int(token) for token in saved["output"]],
         params=SamplingParams(**fields),
         seed=int(saved["seed"]),
+        images=tuple(unpack_image(one) for one in saved.get("images", ())),
     )

@@ -42,6 +42,12 @@ class Grammar:
 
     Raises:
         GrammarError: a field outside its range, or a text that is too large or too deep.
+
+    Examples:
+        >>> di.Grammar.regex("[0-9]{3}-[0-9]{4}").kind
+        'regex'
+        >>> di.Grammar.json_schema({"type": "integer"}).text
+        '{"type":"integer"}'
     """
 
     __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal

@@ -72,8 +72,17 @@ class CaseRow:
 class Report:
     """Result of `verify_invariance`. level: of determinism. versions: of jax and jaxlib.
 
-    run: weights and options that decide bits. environment: device, versions, flags, code.
-    promises: what is claimed here, [held, reason] by name. fingerprints: of the lone runs.
+    rows: one for each case. run: weights and options that decide bits. environment: device,
+    versions, flags, code. promises: what is claimed here, [held, reason] by name. fingerprints: of
+    the lone runs.
+
+    Raises:
+        ConfigError: by `plot`, without matplotlib.
+
+    Examples:
+        >>> report = di.verify_invariance(model, cases=["slots=1"], locate=False)
+        >>> [(row.name, row.differing) for row in report.rows]
+        [('slots', 0)]
     """
 
     source: str

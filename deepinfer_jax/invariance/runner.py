@@ -57,6 +57,10 @@ def verify_invariance(
 
     Raises:
         InputError: a name that is no case, or no legal number of runs.
+
+    Examples:
+        >>> di.verify_invariance(model, cases=["chunks=1"], locate=False).is_equal
+        True
     """
     chosen = select_cases(cases)
     begin = time.perf_counter()

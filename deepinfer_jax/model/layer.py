@@ -22,6 +22,7 @@ from deepinfer_jax.model.exchanged import engram_rows
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Role, Rows, branch
+from deepinfer_jax.model.vision.positions import image_mask
 from deepinfer_jax.numerics.ops import Ops
 
 
@@ -82,7 +83,14 @@ def apply_layer(
 
     def experts(v: Float[Array, "t d"]) -> tuple[Array, tuple]:
         output, ids, weights = moe.moe_layer(
-            ops, config.moe, layer, role.layer, v, tile.valid, tile.position
+            ops,
+            config.moe,
+            layer,
+            role.layer,
+            v,
+            tile.valid,
+            tile.position,
+            image_mask(config, tile.ids),
         )
         return output, (ids, weights, v, output)
 

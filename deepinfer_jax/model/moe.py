@@ -241,13 +241,18 @@ def moe_layer(
     v: Float[Array, "t d"],
     valid: Bool[Array, " t"],
     position: Int[Array, " t"] | None = None,
+    is_image: Bool[Array, " t"] | None = None,
 ) -> tuple[Float[Array, "t d"], Int[Array, "t k"], Float[Array, "t k"]]:
-    """Returns (sub-layer output, expert ids, routing weights) of text rows.
+    """Returns (sub-layer output, expert ids, routing weights).
 
     params: one layer's leaves, its experts still stacked over all layers. position: of the rows in
     their sequences, by which replicas of an expert share them; None sends all to the first.
+    is_image: rows that the router selects experts for with the bias of images; None for text alone.
     """
-    ids, weights = route(ops, moe, params.gate, params.gate_bias, v)
+    bias = params.gate_bias
+    if is_image is not None:
+        bias = jnp.where(is_image[:, None], params.gate_bias_vl, bias)
+    ids, weights = route(ops, moe, params.gate, bias, v)
     x = ops.q8(v)
     if ops.training:
         leaves = jax.tree.map(lambda leaf: leaf[layer], params.experts)

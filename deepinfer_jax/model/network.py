@@ -15,10 +15,12 @@ from deepinfer_jax.config.roles import encoder_layers
 from deepinfer_jax.model import mhc
 from deepinfer_jax.model.attention.sublayer import empty_selection
 from deepinfer_jax.model.draft import draft_params, draft_settings, write_context
+from deepinfer_jax.model.engram.hashing import compressed_ids
 from deepinfer_jax.model.layer import OwnLayer, apply_layer
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import CacheState
 from deepinfer_jax.model.tile import Flow, Role, Rows, role_table, scan_first, static_roles
+from deepinfer_jax.model.vision.positions import image_mask
 from deepinfer_jax.numerics.ops import Ops
 
 
@@ -42,8 +44,11 @@ def run_tile(
     With `replay="compact"` a tile without a row at or above its slot's floor passes the encoder and
     the last KV source only (engine.md 4.2). The values of rows below the floor mean nothing then.
     """
-    state = _remember(params, state, tile)
+    state = _remember(config, params, state, tile)
     embedded = params.embed[tile.ids].astype(jnp.float32)
+    is_image = image_mask(config, tile.ids)
+    if tile.image is not None and is_image is not None:
+        embedded = jnp.where(is_image[:, None], tile.image, embedded)
     count, streams = tile.ids.shape[0], config.mhc.hc_mult
     start = Flow(
         streams=jnp.broadcast_to(embedded[:, None], (count, streams, config.hidden_size)),
@@ -96,14 +101,14 @@ def _one_by_one(
     return carry, seen
 
 
-def _remember(params: Params, state: CacheState, tile: Rows) -> CacheState:
+def _remember(config: ModelConfig, params: Params, state: CacheState, tile: Rows) -> CacheState:
     """Writes lengths, and compressed ids to the look-back ring before any row reads it."""
     tile = tile if tile.whole is None else tile.whole
     length = jnp.where(tile.valid, tile.position + 1, 0)
     state = replace(state, length=state.length.at[tile.slot].max(length))
     if params.engram is None:
         return state
-    compressed = jnp.asarray(params.engram.token_map.ids)[tile.ids]
+    compressed = compressed_ids(config, params.engram, tile.ids)
     slot = jnp.where(tile.valid, tile.slot, state.engram_ids.shape[0])
     ring = tile.position % state.engram_ids.shape[1]
     return replace(state, engram_ids=state.engram_ids.at[slot, ring].set(compressed, mode="drop"))

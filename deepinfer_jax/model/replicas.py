@@ -64,6 +64,8 @@ def own_rows(plan: Plan, sizes: MeshSizes) -> tuple[Plan, Int[Array, " t"]]:
         position=plan.position[order],
         slot=local,
         count=mine.sum(dtype=jnp.int32),
+        image_rows=plan.image_rows,
+        image_place=None if plan.image_place is None else plan.image_place[order],
     )
     return own, order
 

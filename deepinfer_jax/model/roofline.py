@@ -14,6 +14,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.model.placement import param_tree
 from deepinfer_jax.model.spec import ParamSpec
+from deepinfer_jax.model.vision.patches import Grid, vision_of
 from sharding.footprint import Footprint
 from sharding.mesh import MeshSizes
 from sharding.rules import padded
@@ -187,6 +188,52 @@ def _cost(
         arithmetic_seconds=operations / (ARITHMETIC_SHARE * hardware.fp8),
         exchange_seconds=exchange,
         latency_seconds=latency,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCost:
+    """Of encoding one image on one device, in BF16: bytes of weights read, operations, seconds.
+
+    tokens: rows it takes in the prompt. The seconds are at the published rates, nothing assumed
+    about what share of them is reached.
+    """
+
+    patches: int
+    tokens: int
+    weight_bytes: float
+    operations: float
+    memory_seconds: float
+    arithmetic_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the image."""
+        return max(self.memory_seconds, self.arithmetic_seconds)
+
+
+def image_cost(config: ModelConfig, hardware: Hardware, grid: Grid) -> ImageCost:
+    """Returns what one image of so many patches costs; padding and norms are not counted.
+
+    Raises:
+        InputError: the model has no image encoder.
+    """
+    vision, width, out = vision_of(config), vision_of(config).hidden_size, config.hidden_size
+    patch, cell = 3 * vision.patch_size**2, width * vision.downsample_ratio**2
+    block = 4 * width**2 + 3 * width * vision.intermediate_size
+    encoder = width * patch + vision.num_hidden_layers * block
+    projector = out * cell + out**2
+    count, cells = grid.patches, grid.cell_rows * grid.cell_columns
+    pairs = vision.num_hidden_layers * 2 * width * count**2  # scores and their values
+    operations = 2.0 * (count * encoder + pairs + cells * projector)
+    weights = 2.0 * (encoder + projector)
+    return ImageCost(
+        patches=count,
+        tokens=grid.tokens,
+        weight_bytes=weights,
+        operations=operations,
+        memory_seconds=weights / hardware.bandwidth,
+        arithmetic_seconds=operations / (hardware.fp8 / 2),
     )
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Int, Shaped
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import encoder_layers, source_ratios
+from deepinfer_jax.model.engram.hashing import compressed_ids
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.registry import AnyParams, AnyState
 from deepinfer_jax.model.v4.state import V4CacheState
@@ -76,7 +77,7 @@ def open_slots(
     count = look_back(config)
     position = first[:, None] - count + jnp.arange(count, dtype=jnp.int32)
     owner = jnp.where(position >= 0, slot[:, None], state.engram_ids.shape[0])
-    compressed = jnp.asarray(engram.token_map.ids)[ids_before]
+    compressed = compressed_ids(config, engram, ids_before)
     ring = position % state.engram_ids.shape[1]
     return replace(state, engram_ids=state.engram_ids.at[owner, ring].set(compressed, mode="drop"))
 

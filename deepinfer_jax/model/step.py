@@ -29,6 +29,9 @@ class Plan:
 
     T is a multiple of the row tile and at least two tiles (`plan_length`). Rows of one sequence
     stand in ascending position and follow what its state already holds.
+
+    image_rows [m, d]: rows of encoded images, of which row t takes number image_place[t] if its id
+    is the image token's (`model.vision`). None: no row is an image's.
     """
 
     ids: Leaf  # int32 [T]
@@ -37,6 +40,8 @@ class Plan:
     count: Leaf  # int, or int32 []
     rows: Leaf = None  # int32 [B]: rows whose logits are wanted; None: all
     valid: Leaf = None  # bool [T]: rows below `count` that are real after all; None: all of them
+    image_rows: Leaf = None  # float [m, d]
+    image_place: Leaf = None  # int32 [T]; None with image_rows
 
 
 def plan_length(rows: int, tile: int) -> int:
@@ -49,8 +54,18 @@ def plan_length(rows: int, tile: int) -> int:
     return max(2, -(-rows // tile)) * tile
 
 
-def sequence_plan(ids: Int[Array, " n"], tile: int, *, slot: int = 1, start: int = 0) -> Plan:
-    """Returns the plan of one sequence's next rows, beginning at position `start`."""
+def sequence_plan(
+    ids: Int[Array, " n"],
+    tile: int,
+    *,
+    slot: int = 1,
+    start: int = 0,
+    images: tuple[Array, Array] | None = None,
+) -> Plan:
+    """Returns the plan of one sequence's next rows, beginning at position `start`.
+
+    images: `Plan.image_rows`, and `Plan.image_place` of these rows.
+    """
     count = ids.shape[0]
     missing = plan_length(count, tile) - count
     position = start + jnp.arange(count, dtype=jnp.int32)
@@ -59,6 +74,8 @@ def sequence_plan(ids: Int[Array, " n"], tile: int, *, slot: int = 1, start: int
         position=jnp.pad(position, (0, missing)),
         slot=jnp.pad(jnp.full((count,), slot, jnp.int32), (0, missing)),
         count=count,
+        image_rows=None if images is None else images[0],
+        image_place=None if images is None else jnp.pad(images[1], (0, missing)),
     )
 
 
@@ -67,7 +84,7 @@ def lengthened(plan: Plan, rows: int) -> Plan:
     missing = rows - plan.ids.shape[0]
     if not missing:
         return plan
-    names = ("ids", "position", "slot", "valid")
+    names = ("ids", "position", "slot", "valid", "image_place")
     held = {name: getattr(plan, name) for name in names if getattr(plan, name) is not None}
     return replace(plan, **{name: jnp.pad(leaf, (0, missing)) for name, leaf in held.items()})
 
@@ -97,6 +114,12 @@ def step(
     plan = lengthened(plan, max(2, -(-asked // tile_rows)) * tile_rows if ranks > 1 else asked)
     rows = plan.ids.shape[0]
 
+    def images(start: Int[Array, ""] | int) -> Array | None:
+        if plan.image_rows is None:
+            return None
+        place = lax.dynamic_slice_in_dim(plan.image_place, start, tile_rows)
+        return plan.image_rows[place].astype(jnp.float32)
+
     def body(index: Int[Array, ""] | int, carry: tuple) -> tuple:
         state, hidden, collected = carry
         start = index * tile_rows
@@ -109,7 +132,7 @@ def step(
             valid &= lax.dynamic_slice_in_dim(plan.valid, start, tile_rows)
         # The barrier keeps row-only work (cos and sin, for one) from being hoisted out of the loop,
         # where it would fuse with other operations and round differently.
-        tile = share.own(Rows(*lax.optimization_barrier((*cut, valid))))
+        tile = share.own(Rows(*lax.optimization_barrier((*cut, valid, images(start)))))
         state, z, seen = run(ops, config, params, state, tile, drafting, collect)
         hidden = lax.dynamic_update_slice_in_dim(hidden, share.joined(z, 0), start, axis=0)
         collected = {
@@ -123,6 +146,8 @@ def step(
     hidden = jnp.zeros((rows, config.hidden_size), jnp.float32)
     zeros = jnp.zeros((share.rows,), jnp.int32)
     blank = Rows(ids=zeros, position=zeros, slot=zeros, valid=zeros > 0)
+    if plan.image_rows is not None:
+        blank = replace(blank, image=jnp.zeros((share.rows, config.hidden_size), jnp.float32))
     shapes = jax.eval_shape(lambda: run(ops, config, params, state, blank, drafting, collect)[2])
     collected = {
         name: jnp.zeros((s.shape[0], rows, *s.shape[2:]), s.dtype) for name, s in shapes.items()

@@ -25,6 +25,7 @@ from deepinfer_jax.model.params import Leaf
 class Rows:
     """One tile: token ids, positions and slots of its rows; invalid rows are padding.
 
+    image: what image rows carry in place of their id's embedding; None in a plan without images.
     whole: where devices share a tile, the rows of all of them, one device's after the other's.
     axes: of the mesh, over which they do.
     """
@@ -33,6 +34,7 @@ class Rows:
     position: Leaf  # int32 [t]
     slot: Leaf  # int32 [t]
     valid: Leaf  # bool [t]
+    image: Any = None  # float32 [t, d]
     whole: Any = None  # Rows [c * t]
     axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
 

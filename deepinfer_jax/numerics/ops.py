@@ -14,6 +14,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from deepinfer_jax.config.model import ExecutionConfig
+from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.numerics import kernels
 from deepinfer_jax.numerics.straight_through import straight_through
 from pallas_kernels import core
@@ -174,7 +175,16 @@ class Ops:
 
 @lru_cache(maxsize=16)
 def ops_for(execution: ExecutionConfig) -> Ops:
-    """Returns the primitives of an execution config."""
+    """Returns the primitives of an execution config.
+
+    Raises:
+        ConfigError: one that was loaded for an Ascend device, which nothing here stands in for.
+    """
+    if execution.on_ascend:
+        raise ConfigError(
+            'a model loaded with kernels="ascend" runs through LLM and the engine alone: load it '
+            "without for functions of JAX arrays such as score and hidden_states"
+        )
     return Ops(
         fixed_order=execution.determinism == "batch",
         rounded=execution.numerics != "float32",

@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deepinfer_jax.backends import ascend_name
+from deepinfer_jax.cache.keys import ImageSpan
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.determinism import report
@@ -57,6 +59,7 @@ class Recorder:
         params: SamplingParams,
         seed: int,
         outputs: Sequence[RecordedOutput],
+        images: Sequence[ImageSpan] = (),
     ) -> RunRecord:
         """Returns the record of one request; the first call hashes the weights.
 
@@ -65,15 +68,19 @@ class Recorder:
             params: what was asked for.
             seed: the one in use, drawn or given.
             outputs: its completions.
+            images: of the prompt; the record has their places and digests, not their pixels.
 
         Raises:
             InputError: the weights were replaced before any record was made.
         """
         fields = asdict(replace(params, seed=seed))
         del fields["cache_salt"]  # a secret that no output depends on
+        request = {"prompt_token_ids": list(prompt), "params": fields}
+        if images:
+            request["images"] = [asdict(one) | {"digest": one.digest.hex()} for one in images]
         facts = self.facts | {
             "model": self.facts["model"] | {"weights_sha256": self.weights.root()},
-            "request": plain({"prompt_token_ids": list(prompt), "params": fields}),
+            "request": plain(request),
         }
         return RunRecord(**facts, outputs=tuple(outputs))
 
@@ -93,10 +100,11 @@ def describe_config(config: ModelConfig) -> Section:
 def _execution(config: ModelConfig) -> Section:
     """Returns the choices of `load`, and the tiles that are part of the arithmetic.
 
-    kernel_tiles: hashes of the tables that kernels take their tiles from.
+    kernel_tiles: hashes of the tables that kernels take their tiles from. ascend: chip and version
+    of an Ascend device, where the network runs on one.
     """
     execution = config.execution
-    return {
+    return ({"ascend": ascend_name()} if execution.on_ascend else {}) | {
         "numerics": execution.numerics,
         "determinism": execution.determinism,
         "kernels": kernel_table(execution),

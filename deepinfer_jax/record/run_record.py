@@ -52,8 +52,14 @@ class RunRecord:
     promises: `determinism_report` as lists [held, reason].
     options: of the engine, as far as the output depends on them at level "batch".
     runtime: its other options.
-    request: prompt_token_ids, and params with the seed in use.
+    request: prompt_token_ids, and params with the seed in use; images, where there are any.
     outputs: one for each completion; none if they were taken out, to be regenerated.
+    `RequestOutput.record` makes it and says what it raises.
+
+    Examples:
+        >>> record = llm.generate("Mara", di.SamplingParams(seed=7, max_tokens=2))[0].record
+        >>> record.execution["determinism"], len(record.outputs[0].token_ids)
+        ('batch', 2)
     """
 
     environment: Section
@@ -85,6 +91,12 @@ def read_record(path: str | Path) -> RunRecord:
 
     Raises:
         InputError: the file cannot be read, is no run record, or is of a newer format.
+
+    Examples:
+        >>> di.read_record("no such file")
+        Traceback (most recent call last):
+            ...
+        deepinfer_jax.errors.InputError: a run record is a JSON file, ...
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

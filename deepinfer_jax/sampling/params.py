@@ -24,6 +24,14 @@ class SamplingParams:
     Raises:
         InputError: a value outside its documented range, or of another type.
         TypeError: a keyword that does not exist; the message names the nearest one.
+
+    Examples:
+        >>> di.SamplingParams(temperature=0, max_tokens=8).is_greedy
+        True
+        >>> di.SamplingParams(top_p=2)
+        Traceback (most recent call last):
+            ...
+        deepinfer_jax.errors.InputError: top_p must be a number in (0, 1], got 2
     """
 
     __no_type_check__: ClassVar[bool] = True  # `__post_init__` checks, and says what is legal

@@ -122,7 +122,7 @@ class ChatAnswer:
         task = self._task
         known: dict[str, Any] = {"seed": task.params.seed, "finish_reasons": self._reasons}
         if task.extras.token_ids:
-            known["prompt_token_ids"] = task.token_ids
+            known["prompt_token_ids"] = task.prompt_ids
             known["token_ids"] = [reader.token_ids for reader in self._readers]
         if task.extras.record and output is not None:
             record = await asyncio.to_thread(lambda: output.record)

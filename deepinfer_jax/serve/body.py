@@ -64,14 +64,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
 async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
     said = request.headers.get("content-length", "")
     if said.isdigit() and int(said) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     parts, size = [], 0
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
-                    raise _too_large(limit)
+                    raise too_large(limit)
                 parts.append(part)
     except TimeoutError as error:
         rule = f"the body must arrive within {timeout_s:g} s, {size} bytes of it did"
@@ -79,7 +79,8 @@ async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
     return b"".join(parts)
 
 
-def _too_large(limit: int) -> ApiError:
+def too_large(limit: int) -> ApiError:
+    """Returns the 413 of a body with more bytes than `limit`."""
     return ApiError(413, f"the body must have at most {limit} bytes, and has more")
 
 

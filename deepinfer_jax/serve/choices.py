@@ -24,7 +24,7 @@ class ChoiceReader:
         """Makes recipe's processor of the completion; `start` comes first."""
         self._recipe = recipe = import_recipe()
         self._eos, self._fingerprint = encoder.config.eos_token_id, fingerprint
-        self._prompt_tokens = len(task.token_ids)
+        self._prompt_tokens = len(task.prompt_ids)
         self._kind = getattr(recipe, f"{task.protocol.classes}Response")
         self._head = (task.id, task.model, created)
         self._processor = recipe.StreamProcessor(

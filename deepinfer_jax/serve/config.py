@@ -19,8 +19,10 @@ class ServerConfig:
     api_key: keys that let a client in; none lets everybody in. admin_key: the one of /abort,
     /server_info and /metrics; None is any API key. insecure: allow a host other than loopback
     without a key.
-    max_body_bytes: of a request. max_waiting: sequences that may wait for a place in the batch;
-    beyond it the answer is 429.
+    max_body_bytes: of a request without images; max_image_body_bytes: of one with, where the model
+    sees. max_images: of a request. allow_image_urls: download images that clients name by URL, from
+    public addresses; image_timeout_s: for all of a request.
+    max_waiting: sequences that may wait for a place in the batch; beyond it the answer is 429.
     deadline_s: of requests that give none; None is no deadline.
     stream_stall_timeout_s: how long a client may leave a stream unread. heartbeat_s: between signs
     of life on a silent stream. request_timeout_s: for a client to send a whole request.
@@ -41,6 +43,10 @@ class ServerConfig:
     admin_key: str | None = None
     insecure: bool = False
     max_body_bytes: int = 32 * 2**20
+    max_image_body_bytes: int = 64 * 2**20
+    max_images: int = 64
+    allow_image_urls: bool = False
+    image_timeout_s: float = 10.0
     max_waiting: int = 256
     deadline_s: float | None = None
     stream_stall_timeout_s: float = 30.0
@@ -84,15 +90,19 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "api_key": (_texts, "a tuple of keys that are not empty"),
     "admin_key": (lambda v: v is None or (isinstance(v, str) and v != ""), "None or a key"),
-    "max_body_bytes": (lambda v: type(v) is int and v > 0, "an integer > 0"),
+    **{
+        name: (lambda v: type(v) is int and v > 0, "an integer > 0")
+        for name in ("max_body_bytes", "max_image_body_bytes", "max_images")
+    },
     "max_waiting": (lambda v: type(v) is int and v >= 0, "an integer >= 0"),
     "deadline_s": (lambda v: v is None or _SECONDS[0](v), "None or a number of seconds > 0"),
     "stream_stall_timeout_s": _SECONDS,
     "heartbeat_s": _SECONDS,
     "request_timeout_s": _SECONDS,
+    "image_timeout_s": _SECONDS,
     "drain_seconds": (_number(0.0), "a number of seconds >= 0"),
     **{
         name: (lambda v: isinstance(v, bool), "True or False")
-        for name in ("insecure", "deepseek_api_parity")
+        for name in ("insecure", "deepseek_api_parity", "allow_image_urls")
     },
 }

@@ -2,14 +2,16 @@
 
 import typing
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from deepinfer_jax.serve.answers import ChatAnswer
-from deepinfer_jax.serve.body import aside, read_object
+from deepinfer_jax.serve.body import INLINE_BYTES, aside, read_object, too_large
 from deepinfer_jax.serve.errors import ApiError, bad_field
+from deepinfer_jax.serve.images import mentions_image
 from deepinfer_jax.serve.protocols import MESSAGES, Protocol
 from deepinfer_jax.serve.service import Service
 from deepinfer_jax.serve.sse import Disconnected, EventStream, until_disconnect
@@ -45,11 +47,10 @@ def conversation(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]
 
     async def handle(request: Request) -> Response:
         service = service_of(request)
-        config = service.config
-        body, size = await read_object(request, config.max_body_bytes, config.request_timeout_s)
+        body, size = await read_conversation(request)
         task = await aside(size, lambda: service.reader.chat_task(protocol, body))
         check_record(service, task.extras)
-        live = service.start(task.token_ids, task.params, task.id)
+        live = service.start(task.token_ids, task.params, task.id, task.images)
         answer = ChatAnswer(service, task, live)
         headers = {"x-request-id": task.id}
         if task.warnings:
@@ -57,6 +58,23 @@ def conversation(protocol: Protocol) -> Callable[[Request], Awaitable[Response]]
         return await deliver(request, answer, live.close, headers, is_stream=task.is_stream)
 
     return handle
+
+
+async def read_conversation(request: Request) -> tuple[dict[str, Any], int]:
+    """Returns the body of a conversation and how much work it is, in bytes (`body.aside`).
+
+    Raises:
+        ApiError: as `read_object`; bodies with images may be larger, if the model sees.
+    """
+    service = service_of(request)
+    config, limit = service.config, service.config.max_body_bytes
+    most = max(limit, config.max_image_body_bytes) if service.sees else limit
+    body, size = await read_object(request, most, config.request_timeout_s)
+    if not mentions_image(body):
+        if size > limit:
+            raise too_large(limit)
+        return body, size
+    return body, max(size, INLINE_BYTES + 1)  # even a small file may be slow to decode
 
 
 async def deliver(
@@ -90,8 +108,7 @@ async def deliver(
 async def count_tokens(request: Request) -> Response:
     """Answers how many tokens the prompt of a Messages body has."""
     service = service_of(request)
-    config = service.config
-    body, size = await read_object(request, config.max_body_bytes, config.request_timeout_s)
+    body, size = await read_conversation(request)
     ids = await aside(size, lambda: service.reader.chat_ids(MESSAGES, body))
     return json_response({"input_tokens": len(ids)})
 

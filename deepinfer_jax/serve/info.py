@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from deepinfer_jax.serve.body import aside, read_object
 from deepinfer_jax.serve.completion_tasks import prompt_ids
-from deepinfer_jax.serve.conversations import json_response, service_of
+from deepinfer_jax.serve.conversations import json_response, read_conversation, service_of
 from deepinfer_jax.serve.errors import ApiError, bad_field
 from deepinfer_jax.serve.fields import BOOLEAN, CHAT, IDS, TEXT, checked
 from deepinfer_jax.serve.protocols import CHAT as CHAT_PROTOCOL
@@ -129,8 +129,7 @@ async def abort(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Answers the token ids of a prompt or of a conversation."""
     service = service_of(request)
-    config = service.config
-    body, size = await read_object(request, config.max_body_bytes, config.request_timeout_s)
+    body, size = await read_conversation(request)
     ids = await aside(size, lambda: _tokenize(service, body))
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.llm.max_len})
 

@@ -47,7 +47,7 @@ class Metrics:
         """Starts at zero, and counts the programs that JAX compiles from here on."""
         self.first_token, self.per_token = Histogram(), Histogram()
         self.total, self.queue = Histogram(), Histogram()
-        self.prompt_tokens = self.disconnects = self.stalls = self.compilations = 0
+        self.prompt_tokens = self.images = self.disconnects = self.stalls = self.compilations = 0
         self.responses: Counter[int] = Counter()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -62,6 +62,7 @@ class Metrics:
         """Returns the exposition; stats: of the engine, None if it did not answer."""
         lines = [] if stats is None else _engine_lines(stats)
         lines += _one("prompt_tokens_total", "counter", self.prompt_tokens)
+        lines += _one("images_total", "counter", self.images)
         lines += _one("client_disconnects_total", "counter", self.disconnects)
         lines += _one("stream_stalls_total", "counter", self.stalls)
         lines += _one("jax_compilations_total", "counter", self.compilations)

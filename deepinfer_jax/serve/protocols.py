@@ -96,6 +96,7 @@ def convert(
     except _recipe_errors() as error:
         text, status = _describe(error)
         place = _place(protocol, body, options, text)
+        text = text.removeprefix(f".{place}: ")  # recipe names some places itself
         raise ApiError(status, f"{place}: {text}" if place else text, param=place) from error
 
 

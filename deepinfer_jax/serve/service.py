@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from deepinfer_jax.async_llm import AsyncLLM
 from deepinfer_jax.async_llm.call import Admitted, Event, Grown, RequestStream
@@ -16,9 +16,11 @@ from deepinfer_jax.record.run_record import json_hash
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.serve.config import ServerConfig
 from deepinfer_jax.serve.errors import ApiError
+from deepinfer_jax.serve.images import ImageRules
 from deepinfer_jax.serve.metrics import Metrics
 from deepinfer_jax.serve.protocols import options_for
 from deepinfer_jax.serve.tasks import Reader
+from deepinfer_jax.vision.image import ImageInput
 
 State = Literal["loading", "ready", "draining", "failed"]
 #: A step that takes longer means that the engine is stuck.
@@ -49,6 +51,12 @@ class Service:
             max_len=self.llm.max_len,
             parity=self.config.deepseek_api_parity,
             deadline_s=self.config.deadline_s,
+            rules=ImageRules(
+                most=self.config.max_images,
+                max_bytes=self.config.max_image_body_bytes,
+                seconds=self.config.image_timeout_s,
+                allow_urls=self.config.allow_image_urls,
+            ),
         )
 
     @cached_property
@@ -115,16 +123,30 @@ class Service:
                 code="invalid_api_key",
             )
 
-    def start(self, token_ids: list[int], params: SamplingParams, name: str) -> "Live":
-        """Sends a request; `close` what is returned in the end.
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self.llm.model.config.vision is not None
+
+    def start(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        name: str,
+        images: tuple[ImageInput, ...] = (),
+    ) -> "Live":
+        """Sends a request; `close` what is returned in the end. images: one for each image token.
 
         Raises:
             ApiError: 429 too many wait, 503 not ready.
             InputError: it cannot be honoured.
         """
         self._check_room(params.n)
-        stream = self.llm.submit(token_ids, params, request_id=name)
+        more: dict[str, Any] = {"images": images} if images else {}
+        stream = self.llm.submit(token_ids, params, request_id=name, **more)
         self.metrics.prompt_tokens += len(token_ids)
+        self.metrics.prompt_tokens += sum(image.plan.num_tokens - 1 for image in images)
+        self.metrics.images += len(images)
         live = Live(self, stream, name, params.n)
         self.live.add(live)
         return live

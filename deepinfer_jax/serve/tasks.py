@@ -1,7 +1,7 @@
 """A body of a conversation protocol as something the engine can run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -13,7 +13,10 @@ from deepinfer_jax.sampling.random import fresh_seed
 from deepinfer_jax.serve.constraints import read_constraint
 from deepinfer_jax.serve.errors import ApiError, bad_field
 from deepinfer_jax.serve.fields import checked, sampling_params
+from deepinfer_jax.serve.images import ImageRules, read_images
 from deepinfer_jax.serve.protocols import CHAT, MESSAGES, Converted, Protocol, convert
+from deepinfer_jax.vision.image import ImageInput
+from deepinfer_jax.vision.prompt import expand_images
 
 if TYPE_CHECKING:
     import deepseek_recipe
@@ -31,7 +34,8 @@ class Extras:
 class ChatTask:
     """One request of a conversation protocol, checked and encoded.
 
-    id, model: as the response names them. converted: recipe's reading of the body. params: with
+    id, model: as the response names them. converted: recipe's reading of the body. token_ids: with
+    one image token for each of `images`; prompt_ids: with one for each of their rows. params: with
     the seed in use and without stop strings, which recipe's parser looks for. warnings: what was
     accepted and is not enforced.
     """
@@ -41,6 +45,8 @@ class ChatTask:
     model: str
     converted: Converted
     token_ids: list[int]
+    prompt_ids: list[int]
+    images: tuple[ImageInput, ...]
     params: SamplingParams
     is_stream: bool
     extras: Extras
@@ -51,7 +57,7 @@ class ChatTask:
 class Reader:
     """What bodies are read with. names: of the model. max_len: longest sequence.
 
-    parity: sampling as DeepSeek's API does it.
+    parity: sampling as DeepSeek's API does it. rules: of images.
     """
 
     encoder: ChatEncoder
@@ -60,34 +66,42 @@ class Reader:
     max_len: int
     parity: bool = False
     deadline_s: float | None = None
+    rules: ImageRules = field(default_factory=ImageRules)
 
     def chat_task(self, protocol: Protocol, body: Mapping[str, Any]) -> ChatTask:
         """Returns the request in a body.
 
         Raises:
             ApiError: 404 unknown model, 400 anything else; the field is named.
-            InputError: 400; images are attached.
         """
         given = self.fields(body, protocol)
         converted = convert(protocol, given, self.options)
         _check_strict(converted)
-        token_ids = list(self.encoder.encode(converted.conversation))
+        token_ids, images = self._prompt(converted)
+        prompt_ids, _ = expand_images(token_ids, images, self.encoder.config)
         return ChatTask(
             protocol=protocol,
             id=request_name(given, protocol.id_prefix),
             model=given["model"],
             converted=converted,
             token_ids=token_ids,
-            params=self._params(given, converted, len(token_ids)),
+            prompt_ids=prompt_ids,
+            images=images,
+            params=self._params(given, converted, len(prompt_ids)),
             is_stream=given.get("stream", False),
             extras=extras(given),
             warnings=_warnings(protocol, given),
         )
 
     def chat_ids(self, protocol: Protocol, body: Mapping[str, Any]) -> list[int]:
-        """Returns the prompt's token ids of a body; errors as `chat_task`."""
+        """Returns the prompt's token ids of a body, one for every row; errors as `chat_task`."""
         converted = convert(protocol, self.fields(body, protocol), self.options)
-        return list(self.encoder.encode(converted.conversation))
+        return expand_images(*self._prompt(converted), self.encoder.config)[0]
+
+    def _prompt(self, converted: Converted) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """Returns the ids, with one token for each image, and the images."""
+        images = read_images(self.encoder, converted.conversation, self.rules)
+        return list(self.encoder.encode(converted.conversation)), images
 
     def fields(self, body: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
         """Returns the checked fields of a body for this model."""

@@ -29,6 +29,8 @@ from deepinfer_jax.training.corpus import (
     make_item,
     prompt_text,
 )
+from deepinfer_jax.training.drawings import DRAWING_TASKS, make_drawing_item
+from deepinfer_jax.vision.image import ImageInput, read_image
 
 SPLIT = "test"
 # A judged story continuation: about nine sentences, sampled: a story has no likeliest next event,
@@ -85,15 +87,17 @@ ROWS = (
     Row(name="tool_answer", task="tool_answer", count=20),
     Row(name="talk", task="talk", count=10),
 )
+#: Questions about drawings; asked of models that see.
+VISION = tuple(Row(name=task, task=task, count=60) for task in DRAWING_TASKS)
 LOOPS = Row(name="loops", task="story", count=20, start=20_000, temperature=0.7, max_tokens=200)
 PERPLEXITY = Row(name="perplexity", task="story", count=16, start=30_000)
-NAMES = (*(row.name for row in ROWS), LOOPS.name, PERPLEXITY.name)
-TASK_NAMES = tuple(dict.fromkeys(row.task for row in ROWS))
+NAMES = (*(row.name for row in (*ROWS, *VISION)), LOOPS.name, PERPLEXITY.name)
+TASK_NAMES = tuple(dict.fromkeys(row.task for row in (*ROWS, *VISION)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One item of a row as a request: prompt ids and sampling."""
+    """One item of a row as a request: prompt ids, images of their image tokens, and sampling."""
 
     __no_type_check__: ClassVar[bool] = True  # made here only
 
@@ -101,11 +105,13 @@ class Trial:
     item: Item
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def length(self) -> int:
         """Most tokens of prompt and answer."""
-        return len(self.prompt_ids) + self.params.max_tokens
+        rows = sum(image.plan.num_tokens - 1 for image in self.images)
+        return len(self.prompt_ids) + rows + self.params.max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +161,7 @@ def choose_rows(names: Sequence[str] | None, count: int | None = None) -> tuple[
     Raises:
         ConfigError: A name that is neither a row nor a task, or a count below 1.
     """
-    rows = (*ROWS, LOOPS, PERPLEXITY)
+    rows = (*ROWS, *VISION, LOOPS, PERPLEXITY)
     unknown = [name for name in names or () if name not in NAMES + TASK_NAMES]
     if unknown or (names is not None and not names):
         raise ConfigError(
@@ -167,7 +173,8 @@ def choose_rows(names: Sequence[str] | None, count: int | None = None) -> tuple[
             f"n must be at least 1 item a row, got {count}: leave it out, or raise it"
         )
     if names is not None:
-        rows = [r for r in rows if r.name in names or (r in ROWS and r.task in names)]
+        asked = (*ROWS, *VISION)
+        rows = [r for r in rows if r.name in names or (r in asked and r.task in names)]
     return tuple(row if count is None else replace(row, count=count) for row in rows)
 
 
@@ -198,8 +205,25 @@ def row_items(row: Row, seed: int) -> list[Item]:
 
 def make_trials(llm: LLM, row: Row, seed: int) -> list[Trial]:
     """Returns the items of a row as requests, each with a sampling seed of its own."""
+    if row.task in DRAWING_TASKS:
+        return _drawing_trials(llm, row, seed)
     items = row_items(row, seed)
     return [make_trial(llm, row, item, 1000 * seed + place) for place, item in enumerate(items)]
+
+
+def _drawing_trials(llm: LLM, row: Row, seed: int) -> list[Trial]:
+    config, tokenizer = llm.model.config, llm.model.tokenizer
+    if config.vision is None or config.image_token_id is None or tokenizer is None:
+        raise ConfigError(f"{row.name} asks about images: the model needs an image encoder")
+    spelling = str(tokenizer.id_to_token(config.image_token_id))
+    trials = []
+    for place in range(row.start, row.start + row.count):
+        item, pixels = make_drawing_item(
+            row.task, split=SPLIT, seed=seed, index=place, image_token=spelling
+        )
+        image = read_image(pixels, config.vision)
+        trials.append(replace(make_trial(llm, row, item), images=(image,)))
+    return trials
 
 
 def make_trial(llm: LLM, row: Row, item: Item, seed: int = 0) -> Trial:
@@ -272,10 +296,12 @@ def _run_group(
     with LLM(model, runtime=runtime) as llm:
         for start in range(0, len(group), REPORT_EVERY):
             part = group[start : start + REPORT_EVERY]
+            images = [trial.images for _, trial in part]
             outputs = llm.generate(
                 [list(trial.prompt_ids) for _, trial in part],
                 [trial.params for _, trial in part],
                 progress=False,
+                **({"images": images} if any(images) else {}),
             )
             for (place, trial), output in zip(part, outputs, strict=True):
                 answers[place] = judge(trial, output)

@@ -50,6 +50,7 @@ def training_forward(
     collect: tuple[str, ...] = (),
     remat: bool = True,
     rounded: bool = False,
+    images: Float[Array, "b n d"] | None = None,
 ) -> tuple[Float[Array, "b t d"], dict[str, Array]]:
     """Returns (final normed hidden rows, observations [layers, b, t, ..]) of whole sequences.
 
@@ -60,6 +61,7 @@ def training_forward(
         collect: Names of `apply_layer`'s observations.
         remat: Recompute each layer in the backward pass instead of keeping its intermediates.
         rounded: As in `training_config`.
+        images: For each sequence what its image tokens carry, in order.
     """
     config = training_config(config, rounded=rounded)
     batch, length = ids.shape
@@ -77,6 +79,7 @@ def training_forward(
         position=jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
         slot=jnp.repeat(jnp.arange(1, batch + 1, dtype=jnp.int32), length),
         valid=jnp.ones((batch * length,), bool),
+        image=None if images is None else _at_image_tokens(config, ids, images),
     )
     _, hidden, seen = network.run_tile(
         training_ops(config, rounded=rounded),
@@ -90,3 +93,12 @@ def training_forward(
     )
     seen = {name: rows.reshape(-1, batch, length, *rows.shape[2:]) for name, rows in seen.items()}
     return hidden.reshape(batch, length, -1), seen
+
+
+def _at_image_tokens(
+    config: ModelConfig, ids: Int[Array, "b t"], images: Float[Array, "b n d"]
+) -> Float[Array, "r d"]:
+    """Returns the image rows at the places of the image tokens; elsewhere they mean nothing."""
+    rank = jnp.cumsum(ids == config.image_token_id, axis=1) - 1
+    rank = jnp.clip(rank, 0, images.shape[1] - 1)
+    return jnp.take_along_axis(images, rank[:, :, None], axis=1).reshape(-1, images.shape[2])

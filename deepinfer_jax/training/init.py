@@ -89,7 +89,7 @@ def _tensor(
         return _mix_base(config, draw, name)
     if kind.startswith("hc_") and kind.endswith("_scale"):
         return np.full(shape, 0.01)
-    if kind.endswith("norm") or kind in ("q_weight", "k_weight"):
+    if kind.endswith("norm") or kind in ("q_weight", "k_weight", "norm1", "norm2"):
         return np.ones(shape)
     if kind in ("attn_sink", "bias", "bias_vl"):
         return np.zeros(shape)
@@ -98,8 +98,13 @@ def _tensor(
         return _recurrent_joint(noise)
     if kind in ("embed", "head"):
         return noise * (EMBED_STD if kind == "embed" else HEAD_STD)
+    if kind.startswith("image_"):  # they stand among embeddings
+        return noise * EMBED_STD
     deviation = shape[-1] ** -0.5
-    if kind in ("wo_b", "w2"):  # what is added to the streams, twice a layer
+    # What is added to the streams, twice a layer.
+    if kind in ("wo_b", "w2") and not name.startswith(
+        "aligner"
+    ):
         deviation *= (2 * config.num_hidden_layers) ** -0.5
     return noise * deviation
 

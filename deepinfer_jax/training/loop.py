@@ -19,7 +19,6 @@ from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.pictures import new_picture, save_picture
 from deepinfer_jax.training.data import BatchAt
 from deepinfer_jax.training.state import (
-    Batch,
     OptimiserSettings,
     TrainState,
     compiled_step,
@@ -31,7 +30,8 @@ from deepinfer_jax.training.state import (
 )
 
 Report = Callable[[int, dict[str, float]], None]
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+# A batch begins with ids and weights; a step may have it hold more.
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def train(
 def run_steps(
     state: TrainState,
     run: Step,
-    batch_at: BatchAt,
+    batch_at: Callable[[int], Any],
     loop: LoopSettings,
     *,
     folder: Path | None = None,
@@ -162,9 +162,14 @@ def plot_log(folder: Path) -> Path:
     return folder / "loss.png"
 
 
-def _on_device(batch: Batch) -> Batch:
-    ids, weights = batch
-    return jnp.asarray(ids, jnp.int32), jnp.asarray(weights, jnp.float32)
+def _on_device(batch: Any) -> Any:
+    """Returns (ids, weights) and whatever a step's batch has beside them."""
+    ids, weights, *others = batch
+    return (
+        jnp.asarray(ids, jnp.int32),
+        jnp.asarray(weights, jnp.float32),
+        *map(jnp.asarray, others),
+    )
 
 
 def _log(folder: Path | None, values: dict[str, float]) -> None:

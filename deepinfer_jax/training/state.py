@@ -46,7 +46,7 @@ class OptimiserSettings:
     # Of the routers' selection biases. A short training has no time for the paper's 1e-3: scores
     # differ by tenths.
     bias_rate: float = 1e-2
-    loss: Any = field(default_factory=LossSettings)  # or `draft_loss.DraftLossSettings`
+    loss: Any = field(default_factory=LossSettings)  # or `draft_loss.DraftLossSettings`, or None
 
 
 @struct.dataclass
@@ -95,7 +95,19 @@ def decays(params: Any) -> Any:
     Norms, sinks, residual mixing, router biases and looked-up tables do not; draft stages within a
     backbone get no gradient and stay as they are.
     """
-    kept = ("norm", "sink", "hc_", "bias", "tables", "q_weight", "k_weight", ".draft", "embed")
+    kept = (
+        "norm",
+        "sink",
+        "hc_",
+        "bias",
+        "tables",
+        "q_weight",
+        "k_weight",
+        ".draft",
+        "embed",
+        "readout",
+        "image_",
+    )
 
     def is_decayed(path: Any, _: Any) -> bool:
         name = jax.tree_util.keystr(path)

@@ -1,5 +1,7 @@
 """README says what is: its commands and snippets run, its matrix comes from support.json."""
 
+import doctest
+import json
 import re
 import shlex
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
 from tools import support_matrix
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
@@ -59,6 +62,48 @@ def test_snippet_runs(number, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_transcript_is_what_happens():
+    """The session in "What it looks like", run as a doctest."""
+    [session] = blocks("pycon")
+    test = doctest.DocTestParser().get_doctest(session, {}, "README.md", None, 0)
+    assert len(test.examples) >= 10
+    output: list[str] = []
+    assert not doctest.DocTestRunner().run(test, out=output.append).failed, "".join(output)
+
+
+def test_commands_that_are_not_run_have_real_options():
+    """Blocks of `sh` need the published weights: the options that they name exist."""
+    from typer.main import get_command
+
+    from deepinfer_jax.cli.main import command_app
+
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    assert lines
+    for line in lines:
+        program, name, *words = shlex.split(line)
+        known = {o for p in get_command(command_app(name)).params for o in p.opts}
+        assert program == "deepinfer-jax"
+        assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_needs_of_the_real_weights_are_those_of_the_plan(capsys):
+    from deepinfer_jax.cli import main as cli
+    from deepinfer_jax.config.presets import preset
+
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model", "deepseek-v4.1-flash", "--devices", "8xH200", "--json"])
+    found = json.loads(capsys.readouterr().out)["bytes"]
+    total = (found["parameters_total"] + found["state_total"]) / 1e9
+    assert f"on eight H200 {total:.0f} GB of each" in " ".join(README.split())
+    counts = count_summary(tensor_inventory(preset("deepseek-v4.1-flash")))
+    assert f"{counts.elements / 1e9:.0f} billion numbers in" in README
+
+
+def test_introduction_has_five_sentences():
+    introduction = README.split("## Two commands")[0].split("\n", 1)[1]
+    assert len(re.findall(r"[a-z)]\.(?:\s|$)", introduction)) == 5
+
+
 def test_examples_run(root, tmp_path):
     scripts = sorted((root / "examples").glob("*.py"))
     assert scripts
@@ -95,3 +140,27 @@ def test_claim_without_evidence_is_reported():
     }
     problems = support_matrix.check(record)
     assert [line.split()[0] for line in problems] == ["a", "b", "c", "d"]
+
+
+def test_claim_for_a_device_needs_a_result_of_that_device(tmp_path):
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "a.jsonl").write_text('{"device": "NVIDIA H200"}\n')
+    (results / "b.jsonl").write_text('{"device": "cpu"}\n')
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_c.py").write_text("")
+
+    def row(name, evidence):
+        return {"name": name, "h200": {"status": "works", "evidence": evidence}}
+
+    record = {
+        "devices": {"h200": "NVIDIA H200 (sm90)"},
+        "statuses": {"works": ""},
+        "capabilities": [
+            row("a", "benchmarks/results/a.jsonl"),
+            row("b", "benchmarks/results/b.jsonl"),
+            row("c", "tests/test_c.py"),
+        ],
+    }
+    problems = support_matrix.check(record, tmp_path)
+    assert [line.split()[0] for line in problems] == ["b", "c"]

@@ -94,3 +94,22 @@ def test_the_released_model_compiles_for_64_devices(root):
     seconds = sum(one["trace_seconds"] + one["compile_seconds"] for one in found)
     assert seconds < 600  # the bar of issue 10, G5
     assert all(one["argument_bytes"] < 30e9 for one in found)
+
+
+@pytest.mark.accept(12)
+def test_the_image_encoder_of_the_released_model(capsys):
+    record = json.loads(run(capsys, "--json", "--devices", "1xH200"))
+    images, held = record["images"], record["bytes"]
+    assert held["parameters"]["vision"] == 2 * (411_842_560 + 73_410_560 + 3 * 5120)
+    assert held["state"]["encoded images"] == images["pool_bytes"] == 4096 * 5120 * 2
+    assert [one["rows"] for one in images["programs"]] == [[n, 5120] for n in (256, 512, 1024)]
+    least, most = images["costs"]
+    assert (least["canvas"], least["tokens"], least["patches"]) == ([546, 546], 184, 39**2)
+    assert (most["canvas"], most["tokens"], most["patches"]) == ([1302, 1302], 994, 93**2)
+    # every weight of encoder and projector once a patch or cell, and all pairs of patches
+    pairs = 32 * 2 * 1024 * 93**4
+    products = 93**2 * (588 * 1024 + 32 * 12_845_056) + 31**2 * 73_400_320
+    assert most["operations"] == 2 * (products + pairs)
+    assert most["seconds"] == pytest.approx(most["operations"] / (1.98e15 / 2))
+    assert "images" in run(capsys)
+    assert json.loads(run(capsys, "--json", "--model", "nano"))["images"] == {}

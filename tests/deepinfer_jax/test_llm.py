@@ -104,7 +104,7 @@ def test_no_tokens_wanted_and_capacity(llm):
         ("", "at least 1"),
         ([], "at least 1"),
         ([5, 512], "512 at position 1"),
-        ([502], "images are not supported"),
+        ([502], "every image token 502 takes one row"),
         ("\ud800", "valid Unicode"),
     ],
 )

@@ -43,7 +43,7 @@ def make_engine(
 def small_cache(numerics: str = "float32") -> di.RuntimeConfig:
     """Returns BASE with a cache of `SMALL_BLOCKS` blocks beside the null block."""
     sizes = make_engine(numerics=numerics).capacity
-    slots = sizes.layout.num_slots * sizes.slot_bytes
+    slots = sizes.layout.num_slots * sizes.slot_bytes + sizes.image_bytes
     return replace(BASE, cache_bytes=slots + (1 + SMALL_BLOCKS) * sizes.block_bytes)
 
 

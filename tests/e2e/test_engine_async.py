@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from tests.e2e.lab import BASE, assert_same, lone_children, make_engine, run, small_cache
@@ -66,7 +67,7 @@ def test_depth_and_host_sleeps_change_nothing(pool, depth):
 
 @pytest.mark.parametrize("drafting", [False, True])
 def test_nothing_compiles_after_the_warm_up(pool, compiles, drafting):
-    """Preemption, eviction, hits, forks, copies, edits and scores included."""
+    """Preemption, eviction, hits, forks, copies, edits, scores and images included."""
     warmed = make_engine(replace(small_cache(), drafting=drafting))
     warmed.warm_up()
     compiles.is_on = True
@@ -74,6 +75,8 @@ def test_nothing_compiles_after_the_warm_up(pool, compiles, drafting):
     assert len(compiles.found) == 1, "the counter does not count"
     compiles.found.clear()
     requests = [warmed.submit(list(ids), params) for ids, params in pool * 2]
+    seen = np.arange(16 * 20 * 3, dtype=np.uint8).reshape(16, 20, 3)
+    warmed.submit([5, warmed.config.image_token_id, 6], pool[0][1], images=[seen])
     for number in range(12):
         warmed.step()
         if number == 3:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import deepinfer_jax as di
@@ -178,3 +179,31 @@ def test_a_level_that_cannot_be_held_here_is_refused(path, capsys, monkeypatch):
     code, _, err = replay(capsys, path)
     assert code == 2
     assert 'determinism="batch" cannot be held' in err
+
+
+@pytest.mark.accept(12)
+def test_a_record_with_images_needs_them_again(tmp_path, capsys):
+    from PIL import Image
+
+    draw = np.random.default_rng(6).integers
+    files = [tmp_path / f"{number}.png" for number in range(2)]
+    for file in files:
+        Image.fromarray(draw(0, 256, (20, 28, 3), dtype=np.uint8)).save(file)
+    sizes = {"max_seqs": 4, "max_len": 128, "max_tokens_per_step": 32, "block_tokens": 16}
+    runtime = di.RuntimeConfig(**sizes, record="logits")
+    params = di.SamplingParams(max_tokens=5, seed=3, ignore_eos=True)
+    with di.LLM(TINY, numerics="float32", runtime=runtime) as llm:
+        token = llm.model.config.image_token_id
+        output = llm.generate([5, token, 6, token, 7], params, images=files, progress=False)[0]
+    path = tmp_path / "record.json"
+    output.record.write(path)
+    assert [one["start"] for one in output.record.request["images"]] == [1, 12]
+    given = [word for file in files for word in ("--image", str(file))]
+    code, out, _ = replay(capsys, path, *given)
+    assert (code, out) == (0, "equal: ids and logits of 5 tokens, 1 completion(s)\n")
+    code, _, err = replay(capsys, path, *given[:2])
+    assert code == 2
+    assert "needs 2 images, got 1" in err
+    code, _, err = replay(capsys, path, *given[:2], *given[:2])
+    assert code == 2
+    assert "image 2" in err

@@ -1,7 +1,9 @@
 """The bridge on the software double. `make test-ascend` builds both; elsewhere the tests skip."""
 
 import importlib.util
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +22,6 @@ def _module(name: str):
 
 
 double_module = _module("double")
-_module("bridged")
 
 
 def _is_current(library: Path, sources: str) -> bool:
@@ -68,3 +69,38 @@ def double(libraries, runtime):
     grown = {kind: after[kind] - before[kind] for kind in before}
     assert grown.pop("blocks") <= 1
     assert not any(grown.values()), grown
+
+
+#: Of the double, off by name for nano, whose heads are narrower than any real model's.
+GATES = ("sparse_flash_mla.head_dim", "lightning_indexer.head_dim")
+
+
+@pytest.fixture(scope="session")
+def gates():
+    """Names of the two gates."""
+    return GATES
+
+
+@pytest.fixture
+def narrow(double):
+    """The double with two gates off."""
+    for gate in GATES:
+        double.set(gate, 0)
+    yield double
+    for gate in GATES:
+        double.set(gate, 1)
+
+
+@pytest.fixture(scope="session")
+def nano_folder(tmp_path_factory):
+    """The checkpoint nano with `use_fp4_sparse_kv=false`: the arithmetic that CANN can express."""
+    from deepinfer_jax.loading import EMBEDDED
+
+    folder = tmp_path_factory.mktemp("nano") / "without_fp4_rows"
+    shutil.copytree(EMBEDDED, folder)
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    assert fields["text_config"]["use_fp4_sparse_kv"] is True
+    fields["text_config"]["use_fp4_sparse_kv"] = False
+    path.write_text(json.dumps(fields))
+    return folder

@@ -53,6 +53,18 @@ def test_load_without_a_bridge_says_how_to_build_it(monkeypatch, tmp_path):
         native_ascend.load(str(tmp_path), bridge=str(tmp_path / "none.so"))
 
 
+@pytest.mark.parametrize("determinism", ["batch", "run"])
+def test_a_model_asked_for_on_ascend_is_not_loaded_elsewhere(monkeypatch, tmp_path, determinism):
+    import deepinfer_jax as di
+
+    monkeypatch.setattr(runtime, "_loaded", None)
+    monkeypatch.setattr(runtime.native, "LIBRARY", tmp_path / "none.so")
+    with pytest.raises(native_ascend.AscendUnavailable, match="make ascend") as failure:
+        di.load("nano", kernels="ascend", determinism=determinism)
+    assert isinstance(failure.value, di.DeepInferError)
+    assert di.load("nano").config.execution.on_ascend is False
+
+
 def test_load_without_cann_names_every_path(monkeypatch, tmp_path, libraries):
     monkeypatch.setattr(runtime, "_loaded", None)
     with pytest.raises(native_ascend.AscendUnavailable) as failure:

@@ -1,19 +1,17 @@
-"""The network through the bridge on the double, against the CPU path (I2, ascend.md 11.3, 27)."""
+"""The network through the bridge on the double, against the CPU path (ascend.md 11.3, 27)."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from ascend_bridged import engram_ids_of, rotation_of
 
 import deepinfer_jax as di
 import native_ascend
 from deepinfer_jax.backends import AscendModel
-from deepinfer_jax.training.evaluate import demo_rows, make_trials
+from deepinfer_jax.engine.ascend_inputs import engram_ids_of, rotation_of
 
 pytestmark = pytest.mark.accept(13)
 
-GATES = ("sparse_flash_mla.head_dim", "lightning_indexer.head_dim")
 #: Far from what nano was trained on: near ties everywhere, so that the CPU's own levels differ.
 STRANGE = "The old clock in the hall"
 TOKENS = 32
@@ -26,50 +24,22 @@ def nano():
     return replace(model, config=replace(model.config, attention=attention))
 
 
-@pytest.fixture
-def narrow(double):
-    """Two gates of the double off, by name: nano's heads are narrower than any real model's."""
-    for gate in GATES:
-        double.set(gate, 0)
-    yield double
-    for gate in GATES:
-        double.set(gate, 1)
-
-
 def bridged(model, max_len=128, **options):
     return AscendModel(
         model.config,
         model.params,
         rotation=rotation_of(model.config),
-        engram_ids=engram_ids_of(model.config, model.params.engram.token_map),
+        engram_ids=engram_ids_of(model.config, model.params),
         max_len=max_len,
         **options,
     )
-
-
-def test_nano_generates_32_tokens_equal_to_the_cpu_with_both_head_gates_off(narrow, nano):
-    """Extractions of the demo, whose answers nano knows: the least gap between two logits is 7."""
-    llm = di.LLM(nano)
-    _, extraction = demo_rows()
-    trials = [trial for seed in (0, 1) for trial in make_trials(llm, extraction, seed)]
-    prompts = [list(trial.prompt_ids) for trial in trials]
-    greedy = di.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    expected = [list(out.token_ids) for out in llm.generate(prompts, greedy)]
-    llm.close()
-    model = bridged(nano, max_len=256)
-    try:
-        found = [model.generate(prompt, TOKENS) for prompt in prompts]
-    finally:
-        model.close()
-    assert [len(ids) for ids in found] == [TOKENS] * 2
-    assert found == expected
 
 
 @pytest.mark.slow
 def test_another_id_is_chosen_only_where_the_cpu_levels_differ_more(narrow, nano):
     prompt = nano.tokenizer.encode(STRANGE).ids
     model = bridged(nano)
-    ids = prompt + model.generate(prompt, TOKENS)
+    ids = prompt + greedy(model, prompt)
     model.close()
     stock = di.load("nano", determinism="off")
     config = replace(stock.config, attention=nano.config.attention)
@@ -81,12 +51,22 @@ def test_another_id_is_chosen_only_where_the_cpu_levels_differ_more(narrow, nano
     assert int((missed > 0).sum()) <= TOKENS // 4
 
 
+def greedy(model, prompt):
+    """Returns the 32 ids after a prompt; the lowest id wins a tie."""
+    ids, logits = [], model.extend(0, prompt)
+    while True:
+        ids.append(int(np.argmax(logits)))
+        if len(ids) == TOKENS:
+            return ids
+        logits = model.extend(0, ids[-1:])
+
+
 def test_rows_of_a_step_do_not_matter(narrow, nano):
     prompt = nano.tokenizer.encode(STRANGE).ids
     found = []
     for chunk in (1, 4):
         model = bridged(nano, chunk=chunk)
-        found.append(model.logits(prompt))
+        found.append(model.extend(0, prompt))
         model.close()
     assert np.array_equal(found[0], found[1])
 
@@ -94,16 +74,37 @@ def test_rows_of_a_step_do_not_matter(narrow, nano):
 def test_logits_stay_near_those_of_the_cpu(narrow, nano):
     prompt = nano.tokenizer.encode(STRANGE).ids
     model = bridged(nano)
-    found = model.logits(prompt)
+    found = model.extend(0, prompt)
     model.close()
     expected = np.asarray(di.score(nano.params, nano.config, prompt))[-1]
     assert float(np.abs(found - expected).max()) < 0.1 * float(np.abs(expected).max())
 
 
+def test_sequences_have_caches_of_their_own_and_rows_can_be_taken_back(narrow, nano):
+    first, other = ([10 + 7 * n % 40 for n in range(count)] for count in (19, 11))
+    model = bridged(nano, sequences=3, max_len=64)
+    try:
+        alone = model.extend(0, first)
+        model.extend(1, other[:5])
+        model.copy(0, 2)
+        model.begin(2, len(first) - 1)
+        assert np.array_equal(model.extend(2, first[-1:]), alone)
+        mixed = model.extend(1, other[5:])
+        model.begin(0)
+        assert np.array_equal(model.extend(0, other), mixed)
+        assert [model.length(n) for n in range(3)] == [11, 11, 19]
+        with pytest.raises(native_ascend.AscendError, match="can give up 8, received length=5"):
+            model.begin(2, 5)
+        with pytest.raises(native_ascend.AscendError, match="holds 64 tokens, received 60 more"):
+            model.extend(0, [5] * 60)
+    finally:
+        model.close()
+
+
 def test_real_gates_refuse_nano(double, nano):
     model = bridged(nano)
     with pytest.raises(native_ascend.AscendError, match=r"head dimension \d+ \(9.1\)"):
-        model.logits([1, 2, 3])
+        model.extend(0, [1, 2, 3])
     model.close()
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ascend_bridged import engram_ids_of, rotation_of
 
 import deepinfer_jax as di
 from deepinfer_jax.backends import AscendModel
 from deepinfer_jax.checkpoint.abstract import abstract_params
 from deepinfer_jax.config.presets import preset
+from deepinfer_jax.engine.ascend_inputs import engram_ids_of, rotation_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.accept(13)]
 IDS = [3, 5, 7]
@@ -70,11 +70,11 @@ def test_logits_of_real_widths(double, layers):
         config,
         params,
         rotation=rotation_of(config),
-        engram_ids=engram_ids_of(config, None),
+        engram_ids=engram_ids_of(config, params),
         max_len=16,
         chunk=2,
     )
-    found = model.logits(IDS)
+    found = model.extend(0, IDS)
     model.close()
     assert float(np.abs(expected).max()) > 0.1
     assert float(np.abs(found - expected).max()) < 0.03 * float(np.abs(expected).max())

@@ -10,6 +10,9 @@ from jax import Array
 from jaxtyping import Int, UInt32
 
 from deepinfer_jax.config.engram_primes import EngramPrimes
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.model.params import EngramParams
+from deepinfer_jax.model.vision.positions import image_mask
 
 Limbs = tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]
 
@@ -35,6 +38,15 @@ def modulo(value: Limbs, prime: UInt32[Array, "*#b"]) -> UInt32[Array, "*b"]:
     for shift, width in ((25, 7), (18, 7), (11, 7), (4, 7), (0, 4)):
         rest = ((rest << width) | ((low >> shift) & ((1 << width) - 1))) % prime
     return rest
+
+
+def compressed_ids(
+    config: ModelConfig, params: EngramParams, ids: Int[Array, "*b"]
+) -> Int[Array, "*b"]:
+    """Returns the compressed id of every token id, -1 for rows of images."""
+    found = jnp.asarray(params.token_map.ids)[ids]
+    is_image = image_mask(config, ids)
+    return found if is_image is None else jnp.where(is_image, -1, found)
 
 
 def look_back(context: Int[Array, "t n"], pad: int) -> Int[Array, "t n"]:

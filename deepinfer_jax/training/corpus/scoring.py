@@ -87,6 +87,8 @@ _SCORERS: dict[str, Callable[[Item, str], bool]] = {
     "tool_answer": _same,
     "talk": _same,
 }
+#: Tasks about drawings, which are made elsewhere (`training.drawings`).
+_DRAWINGS = "vision_"
 
 
 def check(item: Item, answer_text: str) -> bool:
@@ -96,4 +98,6 @@ def check(item: Item, answer_text: str) -> bool:
     """
     if item.task == "tool_call":
         return _same_calls(item, answer_text)
+    if item.task.startswith(_DRAWINGS):
+        return _same(item, final_answer(answer_text))
     return _SCORERS[item.task](item, final_answer(answer_text))

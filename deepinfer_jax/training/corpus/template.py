@@ -14,6 +14,7 @@ BAR = "\uff5c"
 BOS, EOS = f"<{BAR}begin▁of▁sentence{BAR}>", f"<{BAR}end▁of▁sentence{BAR}>"
 PAD = f"<{BAR}▁pad▁{BAR}>"
 SYSTEM, USER, ASSISTANT = f"<{BAR}System{BAR}>", f"<{BAR}User{BAR}>", f"<{BAR}Assistant{BAR}>"
+IMAGE = f"<{BAR}image{BAR}>"
 THINK, THINK_END, DSML = "<think>", "</think>", f"{BAR}DSML{BAR}"
 
 _EFFORT = {"low": 50, "high": 75, "max": 100}

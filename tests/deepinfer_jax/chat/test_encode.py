@@ -191,7 +191,9 @@ BAD = [
     ([{"role": "user", "content": ["x"]}], {}, r"content\[0\] must be a part"),
     ([{"role": "user", "content": [{"type": "text"}]}], {}, r"content\[0\]\.text must be a text"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], {},
-     r"content\[0\] must be a text part.*not supported yet"),
+     r"content\[0\]\.image_url\.url must be a data URL"),
+    ([{"role": "system", "content": [{"type": "image", "image": b""}]}], {}, "images stand in user"),
+    ([{"role": "user", "content": [{"type": "file"}]}], {}, "files are not supported"),
     ([{"role": "user", "content": "\ud800"}], {}, "surrogate"),
     ([{"role": "assistant"}], {}, "must have content or tool_calls"),
     ([{"role": "assistant", "content": "x", "prefix": "yes"}], {}, "prefix must be true or false"),
@@ -242,12 +244,13 @@ def test_bad_input_names_field_rule_and_value(messages, options, complaint):
         unchecked(messages, **options)
 
 
-def test_attached_images_are_refused_as_ids(encoder):
+def test_an_image_is_one_token(encoder):
     source = recipe.UrlImageSource("https://example.org/a.png")
     image = encoder.special_tokens.token(recipe.SpecialToken.Image)
     message = recipe.UserMessage(image, [source], image_token=image)
-    with pytest.raises(InputError, match=r"1 images are attached, and images are not supported"):
-        encoder.encode(recipe.Conversation([message]))
+    conversation = recipe.Conversation([message])
+    assert encoder.encode(conversation).count(encoder.config.image_token_id) == 1
+    assert [one.url for one in encoder.image_sources(conversation)] == [source.url]
 
 
 def test_no_tokenizer_says_what_to_do(encoder):

@@ -82,8 +82,11 @@ class FakeDevice:
     that stopped before the last draft they accept.
     """
 
-    def __init__(self, config, params, cache, *, stop_ids, drafting, alternatives, hashes) -> None:
-        """Starts with empty slots and blocks."""
+    def __init__(
+        self, config, params, cache, *, stop_ids, drafting, alternatives, hashes, image_rows
+    ) -> None:
+        """Starts with empty slots and blocks, and rows of images that hold nothing."""
+        self.images = [None] * image_rows
         self.params = params
         self.size = cache.block_tokens
         self.slots = [Slot() for _ in range(cache.num_slots)]
@@ -92,6 +95,11 @@ class FakeDevice:
         self.drafts = drafting.size if drafting else 0
         self.rng = random.Random(0)
         self.counts = {"rounds": 0, "verified": 0, "accepted": 0, "stopped": 0}
+
+    def encode(self, pixels, rows) -> None:
+        """Puts (pixels, number of the token) into every row of an image."""
+        for number, row in enumerate(rows.tolist()):
+            self.images[row] = (pixels, number)
 
     def dispatch(self, plan, now=0.0) -> Flight:
         """Runs a plan at once."""

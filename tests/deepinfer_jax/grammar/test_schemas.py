@@ -82,7 +82,7 @@ def test_two_hundred_schemas():
 def test_hot_schemas_with_drafts_preemption_and_hits():
     runtime = di.RuntimeConfig(max_seqs=32, max_len=640, max_tokens_per_step=256, block_tokens=32)
     sizes = di.Engine(nano(), runtime).capacity
-    few = sizes.layout.num_slots * sizes.slot_bytes + 41 * sizes.block_bytes
+    few = sizes.layout.num_slots * sizes.slot_bytes + 41 * sizes.block_bytes + sizes.image_bytes
     engine = di.Engine(nano(), replace(runtime, cache_bytes=few))
     ended = judge(engine, [4], range(200, 300), temperature=1.5, max_tokens=500)
     assert ended["stop"] >= 95

@@ -30,7 +30,7 @@ def score():
         (np.zeros((0,), np.int32), "at least"),
         (np.array([1, 512, 3], np.int32), "512 at position 1"),
         (np.array([1, 3, -4], np.int32), "-4 at position 2"),
-        (np.array([1, 502, 3], np.int32), "images are not supported"),
+        (np.array([1, 502, 3], np.int32), "every image token 502 takes one row"),
         (np.zeros((2, 3), np.int32), r"shape \[t\]"),
         (np.array([0.5, 1.0], np.float32), "must be integers"),
         (np.ones((1025,), np.int32), "max_position_embeddings=1024"),

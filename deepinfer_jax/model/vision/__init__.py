@@ -1,0 +1,1 @@
+"""Image encoder, projector and what stands in the prompt for an image (model.md 3.13)."""

@@ -1,0 +1,1 @@
+"""Images to pixels on a planned canvas, and their place in a prompt. No JAX, no model."""
