@@ -99,39 +99,6 @@ def slice_config(kernels: str, level: Any) -> Any:
     )
 
 
-def random_params(config: Any) -> Any:
-    """Returns weights of the right formats: normal values, scales that keep rows near one."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from deepinfer_jax.checkpoint.abstract import abstract_params
-
-    def draw(name: str, spec: Any, key: Any) -> Any:
-        if isinstance(spec, np.ndarray):  # the token map
-            return spec
-        if spec.dtype == jnp.uint8:
-            if "scale" in name:
-                return jnp.full(spec.shape, 119 if "experts" in name else 121, jnp.uint8)
-            return jax.random.bits(key, spec.shape, jnp.uint8)
-        if "norm" in name or name.endswith(("scale", "_weight")):
-            return jnp.ones(spec.shape, spec.dtype)
-        kept = jnp.float32 if spec.dtype == jnp.float32 else jnp.bfloat16
-        x = jax.random.normal(key, spec.shape, kept)
-        if spec.dtype == jnp.float8_e4m3fn or "embed" in name:
-            return x.astype(spec.dtype)
-        return (x * (spec.shape[-1] ** -0.5 if len(spec.shape) > 2 else 0.01)).astype(spec.dtype)
-
-    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config))
-    root = jax.random.key(0, impl="rbg")
-    found = []
-    for place, (path, spec) in enumerate(leaves):
-        run = partial(draw, jax.tree_util.keystr(path), spec)
-        key = jax.random.fold_in(root, place)
-        found.append(spec if isinstance(spec, np.ndarray) else jax.jit(run)(key))
-    return jax.tree.unflatten(tree, found)
-
-
 def filled_state(config: Any, case: Case) -> Any:
     """Returns a cache whose sequences hold random rows up to their context."""
     import jax
@@ -343,6 +310,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
+    from deepinfer_jax.checkpoint.random_weights import random_params
     from deepinfer_jax.model.kernel_layout import for_kernels
 
     begin = time.monotonic()
@@ -358,7 +326,7 @@ def main() -> None:
     for name in options.runs.split(","):
         kernels, level = name.split(":")
         config = slice_config(kernels, level)
-        params = for_kernels(random_params(config), config.execution)
+        params = for_kernels(random_params(config, 0), config.execution)
         for case in (CASES[key] for key in options.cases.split(",")):
             if time.monotonic() - begin > options.seconds:
                 put({"run": name, "case": case.name, "skipped": "out of time"})

@@ -85,22 +85,28 @@ def prefill_and_decode(results: Path) -> Section:
 
 def throughput(results: Path) -> Section:
     """Returns the trade between the speed of one request and of all of them, with drafts or not."""
-    path = results / "speculation_cpu.jsonl"
-    found = [row for row in read(path) if row.get("temperature") == 0.0 and "tokens_per_s" in row]
+    files = [results / "speculation_cpu.jsonl", newest(results, "speculation_h200_static_*")]
+    found = [
+        row
+        for path in files
+        for row in read(path)
+        if row.get("temperature") == 0.0 and "tokens_per_s" in row
+    ]
     series = {
-        name: [
+        f"{device}, {name}": [
             (
                 row["tokens_per_s"] / row["load"],
                 row["tokens_per_s"],
                 f"{row['load']} at a time" if policy == "off" else "",
             )
-            for row in found
-            if row["policy"] == policy
+            for row in sorted(found, key=lambda row: -row["load"])
+            if row["policy"] == policy and _device(row) == device
         ]
-        for name, policy in (("no drafts", "off"), ("drafts, scheduled", "scheduled"))
+        for device in dict.fromkeys(map(_device, found))
+        for name, policy in (("no drafts", "off"), ("drafts", "scheduled"))
     }
     chart = points(
-        "All requests against one request, nano on two CPU cores",
+        "All requests against one request, nano",
         series,
         across="tokens/s of one request",
         up="tokens/s of all requests",
@@ -108,12 +114,13 @@ def throughput(results: Path) -> Section:
     return Section(
         title="Throughput against the speed of one request",
         text=(
-            "Greedy, level `batch`. Running more requests together raises the sum and lowers what "
-            "each gets. Drafts move the right end: a request that is alone has rows to spare. They "
-            "cost a little at the left end, where rows are all taken.",
+            "Greedy, level `batch` on the CPU and `run` on the GPU. Running more requests together "
+            "raises the sum and lowers what each gets. Drafts move the right end: a request that "
+            "is alone has rows to spare. They cost something at the left end, where rows are all "
+            "taken.",
         ),
         charts=(("throughput", chart),),
-        sources=(path.name,),
+        sources=tuple(path.name for path in files),
     )
 
 
@@ -224,6 +231,7 @@ def drafts(results: Path) -> Section:
         log=False,
     )
     gains = [row for row in read(cpu) + read(gpu) if row.get("policy") == "scheduled"]
+    gains.sort(key=lambda row: (row["device"] != "cpu", row["load"], row["temperature"]))
     table = [
         (
             *(_device(row), row["determinism"], str(row["load"]), f"{row['temperature']:g}"),
@@ -329,8 +337,9 @@ def installing(results: Path) -> Section:
             ("packages installed with it", str(row["installed_packages"])),
             ("environment on disk", f"{row['installed_bytes'] / 1e6:.0f} MB"),
             (
-                f"install ({row['installer']}, Python {row['python']}, {row['cores']} cores)",
-                f"{row['install_s_warm_cache']:.0f} s",
+                f"install ({row['installer']}, Python {row['python']}, {row['cores']} cores, "
+                f"load average {row['load_average']})",
+                f"{row['install_s_warm_cache']:.0f} s, {row['install_cpu_s']:.0f} s of CPU",
             ),
         ),
         sources=("install.jsonl",),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 from jax.sharding import Mesh
 
-from deepinfer_jax.backends import context_limit, names_ascend, require_ascend
+from deepinfer_jax.backends import ascend_config, names_ascend, require_ascend
 from deepinfer_jax.checkpoint.convert import is_converted, load_converted
 from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.checkpoint.inventory import count_summary, tensor_inventory
 from deepinfer_jax.checkpoint.loader import EngramPlace, load_params
+from deepinfer_jax.checkpoint.random_weights import random_params
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.config.model import (
     Branches,
@@ -103,7 +104,8 @@ def load(
             hardware: text alone, no drafts, no level "batch"), or a mapping op -> implementation.
             `deepinfer-jax env` lists what exists where.
         tp_chunks: Only None so far; it belongs to tensor parallelism.
-        seed: Initialises random weights, so it raises for a source that has weights.
+        seed: Draws random weights from 0 to 2^32 - 1 for a folder that has a config (and a
+            tokenizer, with Engram layers) but no weights; raises for a source that has some.
         engram: Engram tables on the "device", in "host" memory, or "mapped" from the file.
         progress: Called as `(done_bytes, total_bytes, name)` for every tensor read.
 
@@ -131,10 +133,7 @@ def load(
     require_level(execution)
     folder = resolve_folder(source)
     if seed is not None:
-        raise ConfigError(
-            f"seed initialises random weights, but {folder} has weights: leave seed out "
-            "(a request's seed belongs to SamplingParams)"
-        )
+        _check_seed(seed, folder, grid)
     config = read_config(folder)
     if config.model_type == "deepseek_v4" and numerics != "float32":
         raise ConfigError(
@@ -168,7 +167,10 @@ def load(
         read = partial(read, placement=placement_on(grid))
         if not is_converted(folder):
             read = partial(read, padding=padding_of(mesh_sizes(grid)))
-    params = read(folder, config, progress=progress, engram=engram)
+    if seed is None:
+        params = read(folder, config, progress=progress, engram=engram)
+    else:
+        params = random_params(config, seed)
     if numerics == "float32" and fits_expanded(config):
         params = expand_float32(params)
     execution = replace(execution, kernels=chosen, branches=_branches(config))
@@ -181,11 +183,9 @@ def load(
         fitted = read_temperatures(folder, params, config)
     if grid is not None:
         params = settle(params, config, grid)
-    if execution.on_ascend:  # text alone, without drafts, no further than its operators reach
+    if execution.on_ascend:
         params, fitted = replace(params, draft=None, vision=None), None
-        longest = context_limit(config) or config.max_position_embeddings
-        longest = min(config.max_position_embeddings, longest)
-        config = replace(config, draft=None, vision=None, max_position_embeddings=longest)
+        config = ascend_config(config)
     return Model(
         config=replace(config, execution=execution),
         params=params,
@@ -193,6 +193,18 @@ def load(
         source=str(source),
         draft_temperatures=fitted.values if fitted else None,
     )
+
+
+def _check_seed(seed: int, folder: Path, mesh: Mesh | None) -> None:
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed of random weights must be from 0 to 2^32 - 1, got {seed}")
+    if is_converted(folder) or any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"seed initialises random weights, but {folder} has weights: leave seed out "
+            "(a request's seed belongs to SamplingParams)"
+        )
+    if mesh is not None:
+        raise ConfigError("random weights are drawn on one device: leave mesh or seed out")
 
 
 def resolve_folder(source: str | os.PathLike[str]) -> Path:

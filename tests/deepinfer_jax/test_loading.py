@@ -177,3 +177,35 @@ def test_a_converted_folder_loads_and_gives_the_same_bits(tmp_path):
             np.asarray(_score(di.load(source, numerics=numerics), ids)) for source in (TINY, folder)
         )
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+@pytest.fixture(scope="module", params=["tiny_v41", "tiny_v4"])
+def without_weights(request, fixtures_dir, tmp_path_factory):
+    """A folder with the config and the tokenizer of a model only, and how its arithmetic is named."""
+    folder = tmp_path_factory.mktemp("without_weights")
+    for path in (fixtures_dir / request.param).iterdir():
+        if path.suffix == ".json" and "index" not in path.name:
+            shutil.copy(path, folder)
+    return folder, {"tiny_v41": "checkpoint", "tiny_v4": "float32"}[request.param]
+
+
+def test_a_seed_draws_weights_where_there_are_none(without_weights):
+    folder, numerics = without_weights
+    one, again, other = (di.load(folder, numerics=numerics, seed=n) for n in (3, 3, 4))
+    pairs = list(zip(*map(jax.tree.leaves, (one.params, again.params)), strict=True))
+    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in pairs)
+    assert (np.asarray(one.params.embed) != np.asarray(other.params.embed)).any()
+    scores = di.score(one.params, one.config, np.arange(3, 14))
+    assert np.isfinite(scores).all()
+    assert scores.std() > 0.01
+
+
+def test_without_weights_and_seed_the_error_names_both(without_weights):
+    folder, numerics = without_weights
+    with pytest.raises(di.CheckpointError, match="safetensors"):
+        di.load(folder, numerics=numerics)
+    for seed in (-1, 2**32):
+        with pytest.raises(di.ConfigError, match="from 0 to 2"):
+            di.load(folder, numerics=numerics, seed=seed)
+    with pytest.raises(di.ConfigError, match="one device"):
+        di.load(folder, numerics=numerics, seed=1, mesh={"dp": 1})
