@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -43,19 +44,25 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def install(wheel: Path, venv: Path, extras: str = "") -> float:
-    """Returns the seconds of installing a wheel into a new environment, made before."""
+def install(wheel: Path, venv: Path) -> tuple[float, float]:
+    """Returns seconds and CPU seconds of installing a wheel into a new environment, made before."""
     run(sys.executable, "-m", "venv", venv, cwd=wheel.parent)
-    begin = time.perf_counter()
-    run(venv / "bin" / "pip", "install", "-qq", f"{wheel}{extras}", cwd=wheel.parent)
-    return time.perf_counter() - begin
+    begin, used = time.perf_counter(), _cpu_seconds()
+    run(venv / "bin" / "pip", "install", "-qq", wheel, cwd=wheel.parent)
+    return time.perf_counter() - begin, _cpu_seconds() - used
+
+
+def _cpu_seconds() -> float:
+    """Returns what child processes have used so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Returns one record: bytes, seconds, counts."""
     wheel = build_wheel(folder)
     install(wheel, folder / "first")
-    seconds = install(wheel, folder / "second")
+    seconds, used = install(wheel, folder / "second")
     pip = folder / "second" / "bin" / "pip"
     listing = json.loads(run(pip, "list", "--format=json", cwd=folder))
     brought = [one["name"] for one in listing if one["name"].lower() not in OWN]
@@ -65,12 +72,14 @@ def measure(folder: Path) -> dict[str, Any]:
         "benchmark": "install",
         "wheel_bytes": wheel.stat().st_size,
         "install_s_warm_cache": round(seconds, 1),
+        "install_cpu_s": round(used, 1),
         "declared_dependencies": len(project["dependencies"]),
         "installed_packages": len(brought),
         "installed_bytes": sum(f.stat().st_size for f in site.rglob("*") if f.is_file()),
         "installer": run(pip, "--version", cwd=folder).split(" from")[0],
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
     }
 
 

@@ -7,6 +7,7 @@ Its errors are `DeepInferError` as well. `load(kernels="ascend")` asks here whet
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -218,12 +219,14 @@ def require_length(config: ModelConfig, max_len: int) -> None:
         ascend_network(config).require_supported(max_len)
 
 
-def context_limit(config: ModelConfig) -> int | None:
-    """Returns the most tokens of a sequence on an Ascend device, None without such a limit.
+def ascend_config(config: ModelConfig) -> ModelConfig:
+    """Returns a config as the bridge runs it: text alone, no drafts, no longer than it reaches.
 
     Beyond, later index layers are restricted to candidate blocks, which no operator expresses.
     """
-    return ascend_network(config).candidate_rows
+    longest = config.max_position_embeddings
+    longest = min(longest, ascend_network(config).candidate_rows or longest)
+    return replace(config, draft=None, vision=None, max_position_embeddings=longest)
 
 
 def ascend_network(config: ModelConfig) -> "Network":
@@ -383,12 +386,12 @@ def _engram(config: ModelConfig, params: Params, prepared: "Prepared") -> None:
 
 __all__ = [
     "AscendModel",
+    "ascend_config",
     "ascend_errors",
     "ascend_name",
     "ascend_network",
     "ascend_report",
     "ascend_weights",
-    "context_limit",
     "names_ascend",
     "require_ascend",
     "require_length",

@@ -15,6 +15,7 @@ if [ "$issue" -eq 13 ]; then
     code=0
     tools/build_ascend.sh "$venv" double || code=$?
     if [ "$code" -ne 0 ] && [ "$code" -ne 3 ]; then exit "$code"; fi
+    if [ "$code" -eq 0 ]; then export DIJ_ASCEND_LANE=1; fi # a stale build is a failure then
 fi
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT

@@ -64,8 +64,10 @@ def print_images(console: "Console", images: dict[str, Any]) -> None:
     """Prints what `image_plan` returned."""
     if not images:
         return
-    sizes = ", ".join(f"{p['tokens']} tokens ({p['patches']} patches)" for p in images["programs"])
-    console.print(f"images: encoder programs of {sizes}; least time at published BF16 rates:")
+    sizes = ", ".join(str(one["patches"]) for one in images["programs"])
+    console.print(
+        f"images: encoder programs of {sizes} patches; least time at published BF16 rates:"
+    )
     for one in images["costs"]:
         width, height = one["canvas"]
         name = f"{width} x {height}, {one['tokens']} tokens"

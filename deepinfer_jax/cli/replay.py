@@ -72,6 +72,7 @@ def load_recorded(record: "RunRecord", source: str | None) -> "Model":
     """
     from rich.console import Console
 
+    from deepinfer_jax.backends import ascend_config, names_ascend
     from deepinfer_jax.cli.generate import load_with_bar
     from deepinfer_jax.config.hf import read_config
     from deepinfer_jax.loading import resolve_folder
@@ -79,7 +80,10 @@ def load_recorded(record: "RunRecord", source: str | None) -> "Model":
     from deepinfer_jax.record.recorder import describe_config
 
     source = source or str(record.model["source"])
-    config = {"config": describe_config(read_config(resolve_folder(source)))}
+    found = read_config(resolve_folder(source))
+    if names_ascend(record.execution["kernels"]):
+        found = ascend_config(found)
+    config = {"config": describe_config(found)}
     refuse(first_difference({"config": record.model["config"]}, config), source)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     execution = record.execution

@@ -15,6 +15,15 @@ def train_vision(
     ] = None,
     drawings: Annotated[int, typer.Option(min=1, help="Different drawings.")] = 100_000,
     batch: Annotated[int, typer.Option(min=1, help="Drawings a step.")] = 256,
+    answers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Drawings of a step that TARGET answers about; none given: all of them."
+        ),
+    ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Begin with TARGET's encoder, not with random values.")
+    ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that draw; none given: one a CPU.")
     ] = None,
@@ -33,7 +42,7 @@ def train_vision(
 ) -> None:
     """Teach TARGET to answer questions about drawings and write OUT/checkpoint.
 
-    Encoder, projector and image vectors are trained from random values (`training.vision`); the
+    Encoder, projector and image vectors are trained from random values, or from TARGET's own; the
     files with the weights of the language model are copied unchanged, so that answers to text stay
     what they are. The drawings are a function of the seed; `deepinfer-jax eval` has its own.
     """
@@ -67,6 +76,9 @@ def train_vision(
     if model.tokenizer is None:
         raise CheckpointError(f"training needs the tokenizer.json of the target, {source} has none")
     config = seeing.with_vision(model.config, model.tokenizer.token_to_id(IMAGE))
+    if go_on and model.config.vision != config.vision:
+        raise ConfigError(f"--go-on begins with nano's encoder, and {source} has another or none")
+    held = model.params.vision if go_on else None
     settings = OptimiserSettings(steps=steps, peak_rate=lr, warmup_steps=warmup, loss=None)
     with console.status(f"drawing {drawings:,} pictures"):
         data = make_vision_data(
@@ -76,8 +88,13 @@ def train_vision(
             seed=seed,
             workers=workers or os.cpu_count() or 1,
         )
-    state = initial_state(seeing.initial_learner(config, seed, len(data.ids)), settings)
+    learner = seeing.initial_learner(config, seed, len(data.ids), held)
+    if held is not None and saved is None:
+        with console.status("fitting the read-out"):
+            learner = seeing.fitted(learner, config, data)
+    state = initial_state(learner, settings)
     notes = {"seed": seed, "drawings": drawings, "batch": batch, "rounded": rounded}
+    notes |= {"answers": answers, "go_on": go_on}
     if saved is not None:
         found = json.loads((saved / "record.json").read_text())
         changed = {k: found.get(k) for k in notes if found.get(k) != notes[k]}
@@ -89,8 +106,15 @@ def train_vision(
     with progress_bar(console, steps, ("token_loss", "readout_loss", *DRAWING_TASKS)) as tick:
         state = loops.run_steps(
             state,
-            seeing.compiled_vision_step(model.params, config, settings, data, rounded=rounded),
-            vision_batches(data, batch=batch, seed=seed),
+            seeing.compiled_vision_step(
+                model.params,
+                config,
+                settings,
+                data,
+                ramp=1 if go_on else seeing.RAMP_STEPS,
+                rounded=rounded,
+            ),
+            vision_batches(data, batch=batch, seed=seed, answers=answers),
             loops.LoopSettings(
                 steps=steps, seconds=seconds, save_every=save_every, log_every=log_every
             ),

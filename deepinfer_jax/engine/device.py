@@ -302,7 +302,7 @@ class Device:
             patches = np.zeros((size.patches, width), np.uint8)
             self._encode(size, patches, (1, 1), np.zeros(0, np.int32))
             jax.block_until_ready(self._state.images)
-            seconds[f"images of {size.tokens} tokens"] = time.perf_counter() - begin
+            seconds[f"images of {size.patches} patches"] = time.perf_counter() - begin
         begin = time.perf_counter()
         self.restore(0, 0, jax.device_get(self._save(0, 0)))
         self.copy(0, 0, [(0, 0)])

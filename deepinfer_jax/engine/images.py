@@ -61,9 +61,10 @@ class ImagePool:
     def __init__(self, rows: int) -> None:
         """Starts with all rows free."""
         self.rows = rows
-        self._free = list(range(rows - 1, -1, -1))
+        self._free: list[int] = []
         self._held: OrderedDict[bytes, np.ndarray] = OrderedDict()  # least recently used first
         self._needed: set[bytes] = set()
+        self.clear()
 
     def begin_step(self) -> None:
         """Lets every image give way that the steps before needed."""
@@ -92,7 +93,9 @@ class ImagePool:
 
     def clear(self) -> None:
         """Forgets all images: other weights encode them differently."""
-        self.__init__(self.rows)
+        self._free = list(range(self.rows - 1, -1, -1))
+        self._held.clear()
+        self._needed.clear()
 
     def check(self) -> None:
         """Checks that every row is free or used once.

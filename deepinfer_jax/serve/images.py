@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,16 @@ def read_images(
     conversation: "deepseek_recipe.Conversation",
     rules: ImageRules,
     fetch: Callable[[str, FetchLimits], bytes] = fetch_image,
+    gate: AbstractContextManager[Any] | None = None,
 ) -> tuple[ImageInput, ...]:
     """Returns the images of a conversation in the order of their tokens in the prompt.
+
+    Args:
+        encoder: of the model.
+        conversation: as recipe reads the body.
+        rules: what a request may have.
+        fetch: downloads.
+        gate: held while an image is decoded, which bounds the memory of many requests.
 
     Raises:
         ApiError: 400, with the message at fault: too many or too large, a URL where none is taken,
@@ -72,7 +81,8 @@ def read_images(
                 encoder.read(place, b"")  # says so
             data = _bytes_of(source, left, end, rules, fetch)
             options = ImageOptions(is_low=source.detail == "low")
-            images.append(encoder.read(place, data, options))
+            with gate or nullcontext():
+                images.append(encoder.read(place, data, options))
         except InputError as error:
             text = str(error)
             text = text if text.startswith(place) else f"{place}: {text}"

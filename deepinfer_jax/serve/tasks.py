@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -20,6 +21,9 @@ from deepinfer_jax.vision.prompt import expand_images
 
 if TYPE_CHECKING:
     import deepseek_recipe
+
+
+_DECODERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,8 @@ class ChatTask:
 class Reader:
     """What bodies are read with. names: of the model. max_len: longest sequence.
 
-    parity: sampling as DeepSeek's API does it. rules: of images.
+    parity: sampling as DeepSeek's API does it. rules: of images; gate: lets few be decoded at a
+    time (half a gigabyte each, at most).
     """
 
     encoder: ChatEncoder
@@ -67,6 +72,7 @@ class Reader:
     parity: bool = False
     deadline_s: float | None = None
     rules: ImageRules = field(default_factory=ImageRules)
+    gate: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(_DECODERS))
 
     def chat_task(self, protocol: Protocol, body: Mapping[str, Any]) -> ChatTask:
         """Returns the request in a body.
@@ -100,7 +106,7 @@ class Reader:
 
     def _prompt(self, converted: Converted) -> tuple[list[int], tuple[ImageInput, ...]]:
         """Returns the ids, with one token for each image, and the images."""
-        images = read_images(self.encoder, converted.conversation, self.rules)
+        images = read_images(self.encoder, converted.conversation, self.rules, gate=self.gate)
         return list(self.encoder.encode(converted.conversation)), images
 
     def fields(self, body: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def nano_config(
         eos_token_id: Id of the token that ends a turn.
         pad_token_id: Padding; also what the Engram sees before the first token.
         noise_token_id: Fed at open draft positions; None takes the last id.
-        image_token_id: Reserved for images; nano has no vision yet.
+        image_token_id: Of images; `train vision` adds what sees them.
         changes: Fields of `text_config` that differ, for experiments and tests.
 
     Raises:

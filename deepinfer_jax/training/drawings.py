@@ -31,9 +31,11 @@ COLOURS = {
     "white": (250, 250, 250),
     "black": (15, 15, 15),
 }
-#: Disc, square, ring, oval and triangle, by words that are one token of nano: it was never
-#: taught to spell "triangle", and an image encoder cannot teach it that.
-SHAPES = ("ball", "card", "ring", "egg", "hat")
+#: Disc, square, ring and triangle, by words that are one token of nano: it was never taught to
+#: spell "triangle", and an image encoder cannot teach it that.
+SHAPES = ("ball", "card", "ring", "hat")
+#: Cards and hats stand, give or take so many radians.
+TILT = 0.2
 MOST = 5
 QUESTIONS = {
     "vision_colour": "What color is this?",
@@ -91,7 +93,7 @@ def make_drawing(task: str, *, split: str, seed: int, index: int) -> Drawing:
         shape, count = draw.pick(SHAPES), draw.between(1, MOST)
         answers |= {"vision_shape": shape, "vision_count": str(count)}
         for centre, radius in _places(draw, count):
-            _FORMS[shape](canvas, centre, radius, draw.uniform() * 2 * math.pi, ink)
+            _FORMS[shape](canvas, centre, radius, TILT * (2 * draw.uniform() - 1), ink)
     picture = canvas.image.reduce(_SCALE)
     return Drawing(pixels=np.asarray(picture, dtype=np.uint8), answers=answers)
 
@@ -118,8 +120,8 @@ def make_drawing_item(
 
 
 def training_task(index: int) -> str:
-    """Returns the task of the drawing at a place of the training stream: two in five are digits."""
-    return "vision_digit" if index % 5 in (1, 3) else "vision_count"
+    """Returns the task of the drawing at a place of the training stream: one in four is a digit."""
+    return "vision_digit" if index % 4 == 1 else "vision_count"
 
 
 def draw_stream(count: int, *, split: str, seed: int, workers: int) -> Iterator[list[Drawing]]:
@@ -197,17 +199,12 @@ def _places(draw: Draw, count: int) -> list[tuple[Point, float]]:
         radius = max(12, radius - 1)
 
 
-def _corners(
-    centre: Point, radii: tuple[float, ...], count: int, turn: float
-) -> list[tuple[float, float]]:
-    """Returns `count` points around a centre, at the radii in turn."""
+def _corners(centre: Point, radius: float, count: int, turn: float) -> list[Point]:
+    """Returns the corners of a regular polygon; the first one lies at the angle `turn`."""
     angles = [turn + 2 * math.pi * k / count for k in range(count)]
     return [
-        (
-            centre[0] + radii[k % len(radii)] * math.cos(angle),
-            centre[1] + radii[k % len(radii)] * math.sin(angle),
-        )
-        for k, angle in enumerate(angles)
+        (centre[0] + radius * math.cos(angle), centre[1] + radius * math.sin(angle))
+        for angle in angles
     ]
 
 
@@ -221,28 +218,17 @@ def _ring(canvas: _Canvas, centre: Point, radius: float, turn: float, ink: Any) 
 
 
 def _card(canvas: _Canvas, centre: Point, radius: float, turn: float, ink: Any) -> None:
-    canvas.polygon(_corners(centre, (radius,), 4, turn), ink)
+    canvas.polygon(_corners(centre, radius, 4, turn + math.pi / 4), ink)
 
 
 def _hat(canvas: _Canvas, centre: Point, radius: float, turn: float, ink: Any) -> None:
-    canvas.polygon(_corners(centre, (radius,), 3, turn), ink)
-
-
-def _egg(canvas: _Canvas, centre: Point, radius: float, turn: float, ink: Any) -> None:
-    along, across = math.cos(turn), math.sin(turn)
-    points = [
-        (centre[0] + x * along - y * across, centre[1] + x * across + y * along)
-        for x, long in _corners((0.0, 0.0), (radius,), 48, 0.0)
-        for y in (0.55 * long,)
-    ]
-    canvas.polygon(points, ink)
+    canvas.polygon(_corners(centre, radius, 3, turn - math.pi / 2), ink)
 
 
 _FORMS: dict[str, Callable[[_Canvas, Point, float, float, Any], None]] = {
     "ball": _ball,
     "card": _card,
     "ring": _ring,
-    "egg": _egg,
     "hat": _hat,
 }
 

@@ -102,9 +102,7 @@ def _tensor(
         return noise * EMBED_STD
     deviation = shape[-1] ** -0.5
     # What is added to the streams, twice a layer.
-    if kind in ("wo_b", "w2") and not name.startswith(
-        "aligner"
-    ):
+    if kind in ("wo_b", "w2") and not name.startswith("aligner"):
         deviation *= (2 * config.num_hidden_layers) ** -0.5
     return noise * deviation
 

@@ -16,6 +16,9 @@ from deepinfer_jax.vision.plan import plan_image
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+#: How often each question is asked of a drawing that it fits, relative to the others.
+SHARES = {"vision_colour": 0.5, "vision_shape": 4.0, "vision_count": 2.0, "vision_digit": 3.0}
+
 # ids int32 [b, t], weights float32 [b, t], places in the table int32 [b], tasks int32 [b], answers
 # int32 [b, tasks] and whether they fit bool [b, tasks].
 VisionBatch = tuple[np.ndarray, ...]
@@ -94,12 +97,14 @@ def make_vision_data(
     )
 
 
-def vision_batches(data: VisionData, *, batch: int, seed: int) -> Callable[[int], VisionBatch]:
+def vision_batches(
+    data: VisionData, *, batch: int, seed: int, answers: int | None = None
+) -> Callable[[int], VisionBatch]:
     """Returns the batch of every step, a function of (seed, step): drawings and one question each.
 
-    Questions that need more than a look at the colour are asked more often.
+    answers: conversations of a batch, for its first drawings; None: one for each.
     """
-    shares = np.asarray([_SHARE[task] for task in DRAWING_TASKS]) * data.fits
+    shares = np.asarray([SHARES[task] for task in DRAWING_TASKS]) * data.fits
     upper = np.cumsum(shares / shares.sum(axis=1, keepdims=True), axis=1)
 
     def at(step: int) -> VisionBatch:
@@ -107,14 +112,11 @@ def vision_batches(data: VisionData, *, batch: int, seed: int) -> Callable[[int]
         place = draw.integers(len(data.patches), size=batch, dtype=np.int32)
         task = (draw.random((batch, 1)) >= upper[place]).sum(axis=1).astype(np.int32)
         task = np.minimum(task, len(DRAWING_TASKS) - 1)
-        text = data.answers[place, task]
+        text = data.answers[place, task][:answers]
         asked = (data.answers[place], data.fits[place])
         return data.ids[text], data.weights[text], place, task, *asked
 
     return at
-
-
-_SHARE = {"vision_colour": 1.0, "vision_shape": 2.0, "vision_count": 2.0, "vision_digit": 3.0}
 
 
 def _encoded(

@@ -64,8 +64,9 @@ aclnnStatus second_phase(const char* name, void* workspace, uint64_t size, aclOp
   }
   if (!code) {
     uint64_t needed = executor->workspace;
-    code = enqueue(stream, [late, workspace, needed, kernel = executor->kernel, call = executor->call] {
+    code = enqueue(stream, [stream, late, workspace, needed, kernel = executor->kernel, call = executor->call] {
       if (late) return late;
+      if (has_failed(stream)) return 507015;  // what it reads was never written
       if (needed) {
         if (!is_device_range(workspace, static_cast<int64_t>(needed))) {
           violate(call.name() + " runs with a workspace that was freed");

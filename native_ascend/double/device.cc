@@ -50,6 +50,12 @@ int64_t setting(const char* name, int64_t otherwise) {
   return found == state().settings.end() ? otherwise : found->second;
 }
 
+bool has_failed(aclrtStream stream) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  Stream* found = as_stream(stream);
+  return found && found->sticky != 0;
+}
+
 void violate(const std::string& text) {
   std::lock_guard<std::mutex> lock(state().mutex);
   state().violations.push_back(text);

@@ -60,6 +60,8 @@ struct State {
 State& state();
 // A number that tests may set: devices, memory_limit, task_delay_us, gates and mutations by name.
 int64_t setting(const char* name, int64_t otherwise);
+// Whether an earlier task of the stream failed; operators behind it do not run.
+bool has_failed(aclrtStream stream);
 // Notes broken protocol. The text names the rule.
 void violate(const std::string& text);
 // Sets the text of aclGetRecentErrMsg for this thread.

@@ -108,6 +108,7 @@ const Register kFinalize("aclnnMoeFinalizeRoutingV2", {
       Values x = read(c.tensor(0)), shared(rows * width), y(rows * width);
       if (c.has(2)) shared = read(c.tensor(2));
       std::vector<int64_t> place = read_integers(c.tensor(1));
+      for (int64_t row : place) c.require(row >= 0 && row < rows * k, "expandedRowIdx lies in [0, t k)");
       for (int64_t r = 0; r < rows; r++) {
         for (int64_t i = 0; i < width; i++) {
           float sum = 0;

@@ -169,3 +169,35 @@ def test_what_cannot_be_honoured_is_one_line_and_exit_code_2(arguments, complain
     out, err = run(*arguments, code=2)
     assert out == ""
     assert complaint in err
+
+
+def test_images_are_shown_with_the_prompt(run, llm, tmp_path):
+    from PIL import Image
+
+    file, text = tmp_path / "a.png", tmp_path / "a.txt"
+    Image.new("RGB", (20, 28), "red").save(file)
+    text.write_text("no image")
+    config = llm.model.config
+    token = config.image_token_id
+    flags = [*SEEDED, "--json", "--image", str(file)]
+    out, _ = run("generate", "one", *flags)
+    found = json.loads(out)
+    given = [config.bos_token_id, token, *llm.encode("one")]
+    params = di.SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=5)
+    (expected,) = llm.generate([given], params, images=[[file]], progress=False)
+    assert found["token_ids"] == list(expected.token_ids)
+    assert complete(llm, "one").token_ids != expected.token_ids
+    spelling = llm.model.tokenizer.id_to_token(token)
+    out, _ = run("generate", f"one{spelling}", *flags)
+    (behind,) = llm.generate(
+        [[config.bos_token_id, *llm.encode("one"), token]], params, images=[[file]], progress=False
+    )
+    assert json.loads(out)["token_ids"] == list(behind.token_ids)
+    for flag, complaint in (
+        (["--image", str(text)], "must be a PNG"),
+        (["--image", str(tmp_path / "b.png")], "must name a file"),
+    ):
+        _, err = run("generate", "one", *flag, code=2)
+        assert complaint in err
+    _, err = run("generate", "--input", str(text), "--output", "x", "--image", str(file), code=2)
+    assert "--image goes with PROMPT" in err

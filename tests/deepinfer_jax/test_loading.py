@@ -181,7 +181,7 @@ def test_a_converted_folder_loads_and_gives_the_same_bits(tmp_path):
 
 @pytest.fixture(scope="module", params=["tiny_v41", "tiny_v4"])
 def without_weights(request, fixtures_dir, tmp_path_factory):
-    """A folder with the config and the tokenizer of a model only, and how its arithmetic is named."""
+    """A folder with config and tokenizer of a model only, and how its arithmetic is named."""
     folder = tmp_path_factory.mktemp("without_weights")
     for path in (fixtures_dir / request.param).iterdir():
         if path.suffix == ".json" and "index" not in path.name:

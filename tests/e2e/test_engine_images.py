@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
+from deepinfer_jax.engine.images import ImagePool
 from deepinfer_jax.model.vision.encode import encode_images
 from deepinfer_jax.record.logit_hash import hash_text, logit_hash_tile
 from deepinfer_jax.sampling.random import child_seed
@@ -166,7 +167,7 @@ def test_preemption_encodes_again():
 
 def test_a_full_pool_makes_the_next_image_wait():
     engine = make_engine(replace(small_cache(), prefix_cache=False))
-    engine.scheduler.images.__init__(24)  # one largest image
+    engine.scheduler.images = ImagePool(24)  # one largest image
     assert_same(chunked(engine, 0, "many"), alone("many"))
     assert_same(chunked(engine, 0, "two alone"), alone("two alone"))
     engine.scheduler.images.check()
@@ -222,6 +223,36 @@ def test_replay_after_images_is_the_same_warm_and_cold(mode):
     if mode == "compact":
         masked = make_engine(replace(runtime, replay="mask"))
         assert_same(cold, run(masked, ids, SEEDED, **given))
+
+
+@pytest.mark.slow
+def test_the_drafts_after_an_image_are_those_of_the_pure_function():
+    engine, loaded = make_engine(drafting(async_depth=0)), model()
+    for name in ("last", "adjacent"):
+        ids, numbers = CASES[name]
+        greedy = replace(SEEDED, temperature=0)
+        request = engine.submit(ids, greedy, images=pictures(numbers))
+        while not (sequence := request.sequences[0]).produced:
+            engine.step()
+        made = engine.device._state.slots.drafting.token[sequence.slot]
+        _, placed = di.LLM(loaded).read_prompt(ids, pictures(numbers))
+        rows = encode_images(loaded.params, loaded.config, [one.pixels for one in placed])
+        known = sequence.ids[: sequence.count].tolist()
+        wanted = di.draft(loaded.params, loaded.config, known, rows)
+        assert np.asarray(made).tolist() == np.asarray(wanted.token_ids).tolist()
+        finish(engine, request)
+
+
+def test_other_weights_encode_again():
+    engine, (ids, numbers) = make_engine(small_cache()), CASES["middle"]
+    seen, before = pictures(numbers), model().params
+    assert_same(run(engine, ids, SEEDED, images=seen), alone("middle"))
+    vision = before.vision.replace(image_start=2 * before.vision.image_start)
+    engine.replace_params(before.replace(vision=vision))
+    other = run(engine, ids, SEEDED, images=seen)
+    assert other.logprobs.tolist() != alone("middle").logprobs.tolist()
+    engine.replace_params(before)
+    assert_same(run(engine, ids, SEEDED, images=seen), alone("middle"))
 
 
 @pytest.mark.slow

@@ -57,10 +57,12 @@ def _params(fixture: Fixture, mode: str) -> VisionParams:
 def _program(mode: str):
     config, prims = tiny_config(mode), ops(mode)
 
-    def run(params, values, found, grid):
+    prims = encoder.vision_ops(prims)
+
+    def run(params, values, grid):
         place = jnp.arange(PATCHES)
         features = encoder.encode(
-            encoder.vision_ops(prims),
+            prims,
             config.vision,
             params,
             values,
@@ -68,8 +70,8 @@ def _program(mode: str):
             place % grid[1],
             place < grid[0] * grid[1],
         )
-        rows = insert.image_rows(prims, config, params, found, (grid[0], grid[1]), TOKENS)
-        return features, rows
+        place = (grid[0], grid[1])
+        return features, insert.joined_rows(prims, config.vision, params, features, place, TOKENS)
 
     return jax.jit(run)
 
@@ -97,10 +99,8 @@ def check_encoder(fixture: Fixture, name: str, numerics: str) -> None:
     mode, key = NUMERICS[numerics], f"{name}.{numerics}"
     values = fixture.value(f"{name}.patches")
     grid = jnp.asarray(fixture.input(f"{name}.grid")[:2].astype(np.int32))
-    padding = ((0, PATCHES - len(values)), (0, 0))
-    pixels = np.rint((values * 0.5 + 0.5) * 255).astype(np.uint8)
-    given = (jnp.asarray(np.pad(values, padding)), jnp.asarray(np.pad(pixels, padding)))
-    features, rows = _program(mode)(_params(fixture, mode), *given, grid)
+    given = jnp.asarray(np.pad(values, ((0, PATCHES - len(values)), (0, 0))))
+    features, rows = _program(mode)(_params(fixture, mode), given, grid)
     check = compare.relative if numerics == "f32" else compare.rounded
     check(f"{key}.tower", features[: len(values)], fixture.take(f"{key}.tower"))
     kinds = fixture.input(f"{name}.types")

@@ -1,6 +1,7 @@
 """Device arrays: stale, double, wrong, in use, many (ascend.md 11.2, 15)."""
 
 import ctypes
+import threading
 
 import numpy as np
 import pytest
@@ -93,9 +94,27 @@ def test_memory_that_runs_out_leaves_nothing(double):
     assert failure.value.status == "RESOURCE_EXHAUSTED"
 
 
+def test_a_buffer_that_a_step_uses_is_not_freed(double):
+    with DeviceWeights(ONES) as weights:
+        step = doubling(weights)
+        operands = weights.handles(), np.zeros(1, np.int32)
+        step(*operands)
+        before = double.calls("aclnnAdd")
+        double.set("task_delay_us", 200_000)
+        runner = threading.Thread(target=step, args=operands)
+        runner.start()
+        while runner.is_alive() and double.calls("aclnnAdd") == before:
+            pass  # until its operator waits on the stream
+        with pytest.raises(AscendError, match="in use by 1 running calls"):
+            weights.close()
+        runner.join()
+        double.set("task_delay_us", 0)
+        step.close()
+
+
 def test_many_buffers_come_and_go(double):
     level = double.live_bytes()
-    for _ in range(2000):
+    for _ in range(100_000):
         DeviceCache({"x": ((4,), "float32")}).close()
     assert double.live_bytes() == level
 

@@ -65,6 +65,16 @@ def test_a_model_asked_for_on_ascend_is_not_loaded_elsewhere(monkeypatch, tmp_pa
     assert di.load("nano").config.execution.on_ascend is False
 
 
+def test_nothing_is_promised_of_an_ascend_device():
+    from deepinfer_jax import ExecutionConfig, RuntimeConfig
+    from deepinfer_jax.determinism import promises
+
+    execution = ExecutionConfig(determinism="run", kernels=(("network", "ascend"),))
+    found = promises(execution, RuntimeConfig(), has_drafts=False, platform="cpu", xla_flags="")
+    assert not any(held for held, _ in found.values())
+    assert "no CANN operator has been verified" in found["D0"][1]
+
+
 def test_load_without_cann_names_every_path(monkeypatch, tmp_path, libraries):
     monkeypatch.setattr(runtime, "_loaded", None)
     with pytest.raises(native_ascend.AscendUnavailable) as failure:
@@ -125,6 +135,43 @@ def test_versions_chips_devices_and_doubles_are_refused_each_with_its_reason(lib
     for line, (kind, text) in zip(lines, expected, strict=True):
         assert line.startswith(kind), line
         assert text in line, line
+
+
+MISSING = """
+import sys
+sys.path[:0] = [{root!r}]
+import native_ascend as na
+for path in {paths!r}:
+    try:
+        na.load(path, bridge={bridge!r}, allow_double=True)
+    except na.AscendError as error:
+        print(type(error).__name__, '|', error)
+found = [name for name, status in na.current().operators.items() if status == 'missing']
+print(na.current().device_count, found)
+"""
+
+
+def test_missing_symbols_are_listed_together_and_missing_operators_one_by_one(
+    libraries, root, tmp_path
+):
+    """Copies of the double whose symbol names are spelled wrong in its table of strings."""
+    bridge, double = libraries
+    whole = double.path.read_bytes()
+    paths = []
+    for number, names in enumerate((("aclrtMalloc", "aclCreateTensor"), ("aclnnAbs",))):
+        text = whole
+        for name in names:
+            wanted = b"\0" + name.encode() + b"\0"
+            assert wanted in text
+            text = text.replace(wanted, wanted[:-2] + b"_\0")
+        path = tmp_path / f"without_{number}.so"
+        path.write_bytes(text)
+        paths.append(str(path))
+    code = MISSING.format(root=str(root), paths=paths, bridge=str(bridge))
+    refused, left = run(code, JAX_PLATFORMS="cpu").splitlines()
+    assert refused == "AscendUnavailable | " + refused.split("| ")[1]
+    assert "symbols are missing: aclrtMalloc, aclCreateTensor" in refused
+    assert left == "1 ['aclnnAbs']"
 
 
 def test_a_library_of_a_newer_ffi_api_is_refused_and_jax_still_works(tmp_path, libraries):

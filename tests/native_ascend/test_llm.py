@@ -10,6 +10,7 @@ import pytest
 
 import deepinfer_jax as di
 import native_ascend
+from deepinfer_jax.cli.replay import replay
 from deepinfer_jax.training.evaluate import demo_rows, make_trials
 from native_ascend import library
 from native_ascend import runtime as loaded_runtime
@@ -97,6 +98,18 @@ def test_the_record_says_what_ran(llm, narrow):
     report = di.determinism_report(llm.model, RUNTIME)
     assert report["D0"] == (False, report["D0"][1])
     assert "verified on Ascend hardware" in report["D0"][1]
+
+
+def test_a_record_is_replayed_on_the_bridge_alone(llm, narrow, tmp_path, monkeypatch, capsys):
+    (out,) = llm.generate("Mara lives in", dataclasses.replace(GREEDY, max_tokens=4))
+    path = tmp_path / "record.json"
+    out.record.write(path)
+    replay(path)
+    assert "equal: ids of 4 tokens" in capsys.readouterr().out
+    monkeypatch.setattr(loaded_runtime, "_loaded", None)
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
+    with pytest.raises(native_ascend.AscendUnavailable):
+        replay(path)
 
 
 def test_a_failure_in_a_step_is_raised_and_the_next_request_runs(llm, narrow, runtime):

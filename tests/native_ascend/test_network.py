@@ -9,6 +9,8 @@ import deepinfer_jax as di
 import native_ascend
 from deepinfer_jax.backends import AscendModel
 from deepinfer_jax.engine.ascend_inputs import engram_ids_of, rotation_of
+from native_ascend import library
+from native_ascend.operators import OPERATORS
 
 pytestmark = pytest.mark.accept(13)
 
@@ -97,6 +99,45 @@ def test_sequences_have_caches_of_their_own_and_rows_can_be_taken_back(narrow, n
             model.begin(2, 5)
         with pytest.raises(native_ascend.AscendError, match="holds 64 tokens, received 60 more"):
             model.extend(0, [5] * 60)
+    finally:
+        model.close()
+
+
+def counts(double):
+    runtime_names = ("aclrtSetDevice", "aclrtMemcpyAsync", "aclCreateTensor", "aclCreateIntArray")
+    runtime_names += ("aclCreateTensorList", "aclCreateScalar", "aclrtRecordEvent")
+    operators = [name + part for name in OPERATORS for part in ("GetWorkspaceSize", "")]
+    return {name: double.calls(name) for name in (*runtime_names, *operators)}
+
+
+def test_every_call_of_a_step_may_fail_and_leaves_nothing(narrow, nano, runtime, gates):
+    """First and last call of every function in a step of nano, as it is made and on the device."""
+    model = bridged(nano, max_len=64)
+    try:
+        model.extend(0, [5, 7, 11])
+        model.begin(0)
+        model.extend(0, [5])
+        level, before = narrow.live(), counts(narrow)
+        model.extend(0, [7])
+        made = {name: n - before[name] for name, n in counts(narrow).items() if n > before[name]}
+        assert sum(name.endswith("GetWorkspaceSize") for name in made) > 20
+        for name, count in made.items():
+            is_launch = name.startswith("aclnn") and not name.endswith("Size")
+            for nth, on_device in [(n, d) for n in {1, count} for d in {False, is_launch}]:
+                narrow.fault(name, nth, 507015, on_device=on_device)
+                with pytest.raises(native_ascend.AscendError) as failure:
+                    model.extend(0, [9])
+                expected = 500000 if name.startswith("aclCreate") else 507015
+                assert failure.value.code == expected, name
+                assert narrow.live() == level, (name, nth, on_device)
+                assert narrow.violations() == [], (name, nth, on_device)
+                narrow.reset()
+                for gate in gates:
+                    narrow.set(gate, 0)
+                library.call(runtime.library, "dij_unpoison", 0)
+        logits = model.extend(0, [9])
+        model.begin(0)
+        assert np.array_equal(logits, model.extend(0, [5, 7, 9]))
     finally:
         model.close()
 

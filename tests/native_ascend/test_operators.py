@@ -52,7 +52,9 @@ def test_q4m_codes_and_scales_are_those_of_the_reference(double, shape):
     assert np.array_equal(as_bytes(scales), as_bytes(paired(scale, shape[-1])))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(3, 32, 64), (2, 64, 1280), (1, 32, 5120)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(3, 32, 64), (2, 64, 1280), (2, 32, 2304), (1, 32, 5120), (1, 32, 6144)]
+)
 def test_quantised_product(double, m, n, k):
     x, w = normal(m, k), normal(n, k)
     (xc, xs), (wc, ws) = core.quantize_q8(x), core.quantize_q8(w)
@@ -66,10 +68,35 @@ def test_quantised_product(double, m, n, k):
 def test_products_of_plain_matrices(double):
     x, w = normal(3, 96, dtype=jnp.float32), normal(40, 96, dtype=jnp.float32)
     np.testing.assert_allclose(ops.matmul(x, w.T), core.contract(x, w), rtol=2e-5, atol=1e-5)
-    g, v = normal(2, 3, 64), normal(2, 32, 64)
-    found = ops.batch_matmul(g, jnp.swapaxes(v, 1, 2)).astype(jnp.float32)
-    expected = jnp.swapaxes(core.contract_grouped(jnp.swapaxes(g, 0, 1), v), 0, 1)
-    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
+    for k in (64, 4096):  # the second is wo_a's
+        g, v = normal(2, 3, k), normal(2, 32, k)
+        found = ops.batch_matmul(g, jnp.swapaxes(v, 1, 2)).astype(jnp.float32)
+        expected = jnp.swapaxes(core.contract_grouped(jnp.swapaxes(g, 0, 1), v), 0, 1)
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"groupSize": 32}, "groupSize of MX is 4295032864"),
+        ({"scaleAlg": 0}, "E4M3 with scaleAlg 1"),
+    ],
+)
+def test_attributes_arrive_as_documented_and_others_are_refused(double, monkeypatch, change, text):
+    """The double compares what it receives: right values pass in the tests above."""
+    assert ops.MX_GROUPS == 4295032864
+    plain = ops.PlanBuilder.call
+
+    def changed(self, name, /, **arguments):
+        plain(self, name, **(arguments | {k: v for k, v in change.items() if k in arguments}))
+
+    monkeypatch.setattr(ops.PlanBuilder, "call", changed)
+    scales = paired(jnp.full((2, 2), 127, "uint8"), 64)
+    codes = jnp.ones((2, 64), jnp.float8_e4m3fn)
+    product = lambda: ops.quant_matmul(codes, scales, codes, scales)  # noqa: E731
+    run = (lambda: ops.mx_quant(normal(2, 64))) if "scaleAlg" in change else product
+    with pytest.raises(native_ascend.AscendError, match=text):
+        run()
 
 
 def test_rms_norm(double):

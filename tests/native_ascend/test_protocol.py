@@ -43,7 +43,7 @@ def test_eight_threads(double):
 
     def work(number):
         x = X + number
-        wrong.extend(number for _ in range(50) if not np.array_equal(run(x, W), x @ W))
+        wrong.extend(number for _ in range(200) if not np.array_equal(run(x, W), x @ W))
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -220,6 +220,38 @@ def test_random_delays_do_not_change_results_and_ignored_waits_are_noticed(doubl
     double.set("ignore_waits", 0)
     double.set("task_delay_us", 0)
     assert not same
+
+
+def random_program(rng):
+    """(builder, operands, expected) of up to six sums, copies and products of exact values."""
+    b = ops.PlanBuilder()
+    arrays = [rng.integers(-2, 3, (4, 4)).astype(np.float32) for _ in range(2)]
+    held = [(b.operand((4, 4), "float32"), array) for array in arrays]
+    for last in range(rng.integers(1, 7), 0, -1):
+        (x, left), (y, right) = (held[rng.integers(len(held))] for _ in range(2))
+        out = b.scratch((4, 4), "float32") if last > 1 else b.result((4, 4), "float32")
+        kind = rng.integers(3) if np.abs(left).max() * np.abs(right).max() < 2**20 else 1
+        if kind == 0:
+            b.call("aclnnMatmul", self=x, mat2=y, out=out, cubeMathType=0)
+            value = left @ right
+        elif kind == 1:
+            b.call("aclnnInplaceCopy", selfRef=out, src=x)
+            value = left
+        else:
+            b.call("aclnnAdd", self=x, other=y, alpha=1.0, out=out)
+            value = left + right
+        held.append((out, value))
+    return b, arrays, held[-1][1]
+
+
+def test_a_thousand_random_programs_equal_their_sequential_results(double):
+    rng = np.random.default_rng(13)
+    for _ in range(1000):
+        double.set("task_delay_us", int(rng.integers(200)))
+        builder, operands, expected = random_program(rng)
+        (found,) = ffi.staged(builder, *map(jnp.asarray, operands))
+        assert np.array_equal(found, expected)
+    double.set("task_delay_us", 0)
 
 
 def test_an_operator_that_is_missing_is_not_computed_elsewhere(double, runtime, monkeypatch):

@@ -42,6 +42,16 @@ def test_forbidden_operators_are_neither_in_the_table_nor_declared(root):
             PlanBuilder().call(name)
 
 
+def test_forbidden_operators_are_named_in_the_list_alone(root):
+    for path in (root / "native_ascend").rglob("*.*"):
+        if path.suffix not in (".h", ".cc", ".py") or path.name == "operators.py":
+            continue
+        text = path.read_text()
+        called = [name for name in FORBIDDEN if re.search(rf"{name}\b", text)]
+        assert called == [], path
+        assert not re.search(r"scaleAlg\s*=\s*0", text), path
+
+
 def test_signatures_are_those_of_the_native_side(runtime):
     for name, record in OPERATORS.items():
         assert runtime.library.dij_signature(name.encode()).decode() == record.signature, name
@@ -57,6 +67,18 @@ def test_attributes_may_not_be_left_out_and_unknown_ones_not_passed():
 def test_the_status_sentence_stands_in_the_docstring():
     text = " ".join(native_ascend.__doc__.split())
     assert native_ascend.STATUS in text
+
+
+def test_the_readme_says_the_same(root):
+    text = " ".join((root / "README.md").read_text().split()).lower()
+    assert native_ascend.STATUS.removeprefix("Status: ").lower() in text
+
+
+def test_no_benchmark_can_time_the_double_and_no_figure_is_of_an_ascend(root):
+    """None names it, and `load` never picks it; the acceptance record has tests alone."""
+    for path in (root / "benchmarks").rglob("*.*"):
+        if path.suffix in (".py", ".json", ".jsonl"):
+            assert not re.search("[\"']ascend[\"']", path.read_text().lower()), path
 
 
 def test_no_vendor_header_text(root):

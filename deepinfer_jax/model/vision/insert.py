@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, UInt8
 
-from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.model import ModelConfig, VisionConfig
 from deepinfer_jax.model.params import VisionParams
 from deepinfer_jax.model.vision.encoder import by_tiles, encode, product, vision_ops
 from deepinfer_jax.model.vision.patches import pixel_values, vision_of
@@ -47,6 +47,28 @@ def image_rows(
         place % columns,
         place < rows * columns,
     )
+    return joined_rows(ops, vision, params, features, grid, tokens)
+
+
+def joined_rows(
+    ops: Ops,
+    vision: VisionConfig,
+    params: VisionParams,
+    features: Float[Array, "p w"],
+    grid: tuple[Int[Array, ""] | int, Int[Array, ""] | int],
+    tokens: int,
+) -> Float[Array, "n d"]:
+    """Returns start, projected cells with a newline behind each row of them, and end.
+
+    Args:
+        ops: from `vision_ops`.
+        vision: config of the encoder.
+        params: projector and image vectors.
+        features: of the encoder, patch by patch.
+        grid: rows and columns of real patches; cells beyond them have zeros there.
+        tokens: rows to return; those beyond the image's mean nothing.
+    """
+    rows, columns = grid
     ratio, slot = vision.downsample_ratio, jnp.arange(tokens, dtype=jnp.int32) - 1
     across = -(-columns // ratio) + 1  # cells of a row and its newline
     cell_row, cell_column = slot // across, slot % across

@@ -17,8 +17,8 @@ from deepinfer_jax.errors import InputError
 
 #: Patches of a row tile of the encoder. Part of the arithmetic, as `ExecutionConfig.row_tile` is.
 TILE = 64
-#: Tokens of the smallest program, unless no image has as many.
-LEAST_TOKENS = 128
+#: Patches of the smallest program, unless no image has as many; the next has half as many more.
+LEAST_PATCHES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +79,27 @@ def vision_of(config: ModelConfig) -> VisionConfig:
 def encoder_sizes(config: ModelConfig) -> tuple[EncoderSize, ...]:
     """Returns the sizes of all encoding programs of a model, ascending; none without an encoder.
 
-    Powers of two below the most tokens of an image, down to what the smallest image has.
+    From the patches of the smallest image to those of the largest: one row of cells, as many as
+    tokens beside start, newline and end.
     """
     vision = config.vision
     if vision is None:
         return ()
-    cell = (vision.patch_size * vision.downsample_ratio) ** 2
-    least = max(vision.min_pixels // cell + 2, LEAST_TOKENS)
-    tokens = [vision.max_image_tokens]
-    while tokens[-1] // 2 >= least:
-        tokens.append(tokens[-1] // 2)
-    return tuple(EncoderSize(count, _most_patches(vision, count)) for count in reversed(tokens))
+    most = _in_tiles(vision.downsample_ratio**2 * (vision.max_image_tokens - 3))
+    patches = _in_tiles(max(vision.min_pixels // vision.patch_size**2, LEAST_PATCHES))
+    found = []
+    while patches < most:
+        found.append(patches)
+        patches = _in_tiles(3 * patches // 2)
+    return tuple(EncoderSize(vision.max_image_tokens, count) for count in (*found, most))
 
 
-def _most_patches(vision: VisionConfig, tokens: int) -> int:
-    """Returns patches of an image of so many tokens at most, in whole tiles, two at least.
+def _in_tiles(patches: int) -> int:
+    """Returns whole tiles of patches, two at least.
 
-    One row of cells has the most, all but start, newline and end. Two tiles, because the loop over
-    one is inlined and rounds differently (determinism.md 12).
+    Because the loop over one is inlined and rounds differently (determinism.md 12).
     """
-    return max(2, -(-(vision.downsample_ratio**2 * (tokens - 3)) // TILE)) * TILE
+    return max(2, -(-patches // TILE)) * TILE
 
 
 def size_for(config: ModelConfig, grid: Grid) -> EncoderSize:
@@ -107,8 +108,8 @@ def size_for(config: ModelConfig, grid: Grid) -> EncoderSize:
     Raises:
         InputError: it has more tokens than the model allows.
     """
-    found = [size for size in encoder_sizes(config) if size.tokens >= grid.tokens]
-    if not found:
+    found = [size for size in encoder_sizes(config) if size.patches >= grid.patches]
+    if grid.tokens > vision_of(config).max_image_tokens:
         raise InputError(
             f"an image may have at most max_image_tokens={vision_of(config).max_image_tokens} "
             f"tokens, {grid.rows} x {grid.columns} patches have {grid.tokens}: plan a smaller one"

@@ -22,10 +22,11 @@ class Replay:
     reason: str = "stop"
     prompts: list = field(default_factory=list)
     params: list = field(default_factory=list)
+    images: tuple = ()
     was_closed: bool = False
 
-    def generate(self, prompts, params=None, *, progress=True):
-        self.prompts, self.params = prompts, params
+    def generate(self, prompts, params=None, *, progress=True, images=()):
+        self.prompts, self.params, self.images = prompts, params, images
         values = np.arange(len(self.ids), dtype=np.float32)
         completion = Completion(
             text="", token_ids=self.ids, logprobs=values, top_logprobs=None,
@@ -39,8 +40,8 @@ class Replay:
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
 
-    def stream(self, prompt, params=None):
-        self.prompts, self.params = [prompt], [params]
+    def stream(self, prompt, params=None, *, images=()):
+        self.prompts, self.params, self.images = [prompt], [params], images
         try:
             for number, token in enumerate(self.ids):
                 yield di.StreamDelta(
@@ -157,3 +158,21 @@ def test_response_format_binds_the_answer_behind_the_reasoning(encoder, replay):
                        response_format=form))  # fmt: skip
         list(start(replay, encoder, json_say, di.SamplingParams(grammar=di.Grammar.regex("a"))))
         assert replay.params[0].grammar == di.Grammar.regex("a").after("</think>")
+
+
+def test_images_go_with_their_conversation(encoder):
+    from deepinfer_jax.chat.session import prepare_chat
+
+    pixels = np.zeros((20, 20, 3), np.uint8)
+    seen = [{"role": "user", "content": [{"type": "image", "image": pixels}]}]
+    llm = Replay(tuple(encoder.tokenizer.encode("a</think>b").ids))
+    chat(llm, encoder, [seen, "no image"], progress=False)
+    assert [len(images) for images in llm.images] == [1, 0]
+    assert llm.images[0][0].pixels.shape[2] == 3
+    assert [p.count(encoder.config.image_token_id) for p in llm.prompts] == [1, 0]
+    list(stream_chat(llm, encoder, seen))
+    assert len(llm.images) == 1
+    chat(llm, encoder, "no image", progress=False)
+    assert llm.images == ()
+    with pytest.raises(di.InputError, match="must be text here, got 1 images"):
+        prepare_chat(encoder, seen, {})

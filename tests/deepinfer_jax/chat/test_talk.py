@@ -96,3 +96,22 @@ def test_a_turn_whose_calls_get_no_result_is_forgotten(talk, monkeypatch, capsys
 )
 def test_what_a_command_cannot_do_is_said(talk, line, complaint, monkeypatch, capsys):
     assert complaint in run(talk, monkeypatch, capsys, line)
+
+
+def test_images_go_with_the_next_message_and_are_saved(talk, monkeypatch, capsys, tmp_path):
+    from PIL import Image
+
+    file, saved = tmp_path / "a.png", tmp_path / "talk.json"
+    Image.new("RGB", (30, 20), "red").save(file)
+    written = run(talk, monkeypatch, capsys, f"/image {file}", f"/image {file}", "/image", "one")
+    assert "2 images go with the next message." in written
+    assert "No image is attached." in written
+    assert talk.llm.images == ()
+    written = run(talk, monkeypatch, capsys, f"/image {tmp_path}/b.png", f"/image {file}", "two",
+                  f"/save {saved}", "/clear", f"/load {saved}", "three")  # fmt: skip
+    assert "must name a file" in written
+    assert len(talk.llm.images) == 1  # that of the turn before, shown again
+    assert talk.images == []
+    assert talk.messages[2]["content"][1] == {"type": "text", "text": "two"}
+    token = talk.encoder.config.image_token_id
+    assert talk.llm.prompts[0].count(token) == 1

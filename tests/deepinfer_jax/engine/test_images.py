@@ -73,7 +73,7 @@ def test_random_requests_get_their_own_rows(monkeypatch, seed):
     monkeypatch.setattr(module, "engine_device", SeeingDevice)
     engine = make()
     rows = 24 if seed % 2 else 60
-    engine.scheduler.images.__init__(rows)
+    engine.scheduler.images = ImagePool(rows)
     engine.device.images = [None] * rows
     for _ in range(10):
         ids, images = [], []

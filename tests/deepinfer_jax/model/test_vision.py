@@ -27,18 +27,17 @@ def canvas(rows: int, columns: int) -> np.ndarray:
 
 def test_programs_are_few_and_hold_every_image():
     sizes = patches.encoder_sizes(FLASH)
-    assert [size.tokens for size in sizes] == [256, 512, 1024]
+    assert [size.patches for size in sizes] == [1536, 2304, 3456, 5184, 7808, 9216]
     assert all(size.patches % patches.TILE == 0 for size in sizes)
     assert patches.encoder_sizes(replace(FLASH, vision=None)) == ()
-    assert [size.tokens for size in patches.encoder_sizes(tiny_config())] == [24]
-    for size in sizes:
-        for rows in range(1, size.tokens):  # every shape of cells that has as many tokens at most
-            columns = (size.tokens - 2) // rows - 1
-            if columns < 1:
-                break
-            grid = patches.Grid(3 * rows, 3 * columns, 3)
-            assert grid.tokens <= size.tokens
-            assert grid.patches <= size.patches
+    assert [size.patches for size in patches.encoder_sizes(tiny_config())] == [192]
+    for rows in range(1, 512):  # every shape of cells that has as many tokens at most
+        grid = patches.Grid(3 * rows, 3 * (1022 // rows - 1), 3)
+        assert 0 < grid.tokens <= 1024
+        size = patches.size_for(FLASH, grid)
+        assert grid.patches <= size.patches
+        assert size in sizes
+    assert patches.size_for(FLASH, patches.Grid(39, 39, 3)) == sizes[0]
     assert patches.size_for(FLASH, patches.Grid(93, 93, 3)) == sizes[-1]
     with pytest.raises(di.InputError, match=r"at most max_image_tokens=1024.*have 1058"):
         patches.size_for(FLASH, patches.Grid(96, 96, 3))

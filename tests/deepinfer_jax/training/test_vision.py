@@ -194,11 +194,15 @@ def test_a_model_needs_an_image_token():
         seeing.with_vision(config, None)
 
 
-def test_eval_asks_models_that_see(trained, target, capsys, tmp_path):
-    rows = ",".join(TASKS)
+def test_eval_asks_no_model_that_does_not_see(target, capsys):
     with pytest.raises(SystemExit):
-        main(["eval", str(target), "--tasks", rows, "--numerics", "float32"])
+        main(["eval", str(target), "--tasks", "vision_colour,talk", "--numerics", "float32"])
     assert "has no image encoder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_eval_asks_models_that_see(trained, tmp_path):
+    rows = ",".join(TASKS)
     path = tmp_path / "found.json"
     command = ["eval", str(trained / "checkpoint"), "--tasks", rows, "--n", "2", "--workers", "1"]
     run(*command, "--numerics", "float32", "--determinism", "off", "--json", str(path))
