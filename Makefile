@@ -13,7 +13,7 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
 help:
 	@echo "make setup              $(VENV) with the package (editable) and the dev extra, $(JAX_PIN)"
 	@echo "make demo               set up, then a story and an extraction by nano, both checked, with seconds"
-	@echo "                        PROMPT=\"a text to continue\", or SEED=n for other built-in prompts"
+	@echo "                        PROMPT=\"a text to continue\" (SCHEMA=file.json for the answer's), or SEED=n for others"
 	@echo "make lint               format, lint, types, import direction, file lengths"
 	@echo "make test               lint, then the fast tests"
 	@echo "make test-newest        the invariance and sharding tests on the newest supported jax"

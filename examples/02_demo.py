@@ -1,7 +1,10 @@
 """A story and a JSON extraction by nano, both checked; `make demo` runs this."""
 
 import argparse
+import json
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import deepinfer_jax as di
 from deepinfer_jax.training.corpus import Item, check_story
@@ -13,13 +16,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the story and of the record")
     parser.add_argument("--prompt", help="a text to continue instead of them")
-    parser.add_argument("--schema", help="a JSON schema that the continuation follows")
+    parser.add_argument("--schema", help="file with a JSON schema that the continuation follows")
     options = parser.parse_args()
-    if options.schema is not None:
-        parser.error(
-            f"an answer that follows a schema ({options.schema}) needs constrained decoding, which "
-            "does not exist yet: leave the schema out"
-        )
+    if options.schema is not None and options.prompt is None:
+        parser.error("a schema is for an answer to a prompt of your own: give --prompt too")
 
     started = time.perf_counter()
     llm = di.LLM("nano", runtime=di.RuntimeConfig(max_seqs=2, max_tokens_per_step=64, max_len=512))
@@ -34,6 +34,9 @@ def main() -> None:
     else:
         text = Item(task="story", key="prompt", prompt=options.prompt, answer="")
         trials = [make_trial(llm, story, text, options.seed)]
+    if options.schema is not None:
+        grammar = di.Grammar.json_schema(json.loads(Path(options.schema).read_text()))
+        trials = [replace(t, params=replace(t.params, grammar=grammar)) for t in trials]
     outputs = llm.generate([list(t.prompt_ids) for t in trials], [t.params for t in trials])
     print(f"demo: generate {time.perf_counter() - compiled:.1f} s", flush=True)
 
@@ -43,6 +46,9 @@ def main() -> None:
             print(f"{trial.item.prompt} ...{output.text}")
         else:
             print(f"{trial.item.messages[-2].content}\n... {output.text}")
+        if options.schema is not None:
+            print(f"follows the schema: {'yes' if output.finish_reason == 'stop' else 'no, cut'}")
+            continue
         verdict = "yes" if judge(trial, output).correct else "no"
         if trial.row is extraction:
             print(f"correct: {verdict}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs, then runs examples/02_demo.py, which prints its own seconds of compilation and generation.
-#   PROMPT: a text to continue. SCHEMA: a JSON schema for the answer. SEED: of the built-in prompts.
+#   PROMPT: a text to continue. SCHEMA: a file with a JSON schema for its answer. SEED: of the built-in prompts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}

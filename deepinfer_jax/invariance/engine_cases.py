@@ -331,6 +331,7 @@ def _budgets(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
 def _hits(restore: str) -> Callable[[EngineLab, np.random.Generator], Iterator[Setup]]:
     def setups(lab: EngineLab, rng: np.random.Generator) -> Iterator[Setup]:
         kinds = lab.requests(rng, 3)
+        kinds[0] = (lab.lab.sequences[0][:-2], kinds[0][1])  # as long as any: it is hit for sure
         again = [(ids, replace(params, seed=7)) for ids, params in kinds]
         yield Setup(restore, {"prefix_restore": restore}, kinds + again, in_turn=True)
 
@@ -387,8 +388,8 @@ ENGINE_CASES: tuple[EngineCase, ...] = (
     EngineCase("engine: together", _together),
     EngineCase("engine: async depth", _depths),
     EngineCase("engine: rows per step", _budgets),
-    EngineCase("engine: prefix hit, checkpoint", _hits("checkpoint")),
-    EngineCase("engine: prefix hit, halo", _hits("halo"), _no_halo),
+    EngineCase("engine: prefix hit, checkpoint", _hits("checkpoint"), meets="hits"),
+    EngineCase("engine: prefix hit, halo", _hits("halo"), _no_halo, meets="hits"),
     EngineCase("engine: preemption", _preemption, meets="preemptions"),
     EngineCase("engine: own drafts", _drafts("own"), _no_drafts),
     EngineCase("engine: right drafts", _drafts("right"), _no_drafts),

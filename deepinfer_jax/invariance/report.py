@@ -134,7 +134,7 @@ class Report:
             ConfigError: matplotlib is not installed.
         """
         rows = [row for row in self.rows if row.skipped is None]
-        figure, axis = new_picture((8, 1 + 0.22 * len(rows)))
+        figure, axis = new_picture((8.0, 1 + 0.22 * len(rows)))
         axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
         for line, row in enumerate(rows):
             axis.axhline(line, color="0.85", linewidth=0.8, zorder=0)

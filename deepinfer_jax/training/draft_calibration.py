@@ -155,7 +155,7 @@ def plot_reliability(path: Path, rounds: CorpusRounds, fitted: Temperatures) -> 
     """
     size = len(fitted.values)
     outcome, counts = prefix_labels(rounds.accepted, rounds.observed, size)
-    figure, axis = new_picture((5, 5))
+    figure, axis = new_picture((5.0, 5.0))
     axis.plot([0, 1], [0, 1], color="0.6", linewidth=1)
     curves = (
         ("as trained", np.ones(size), fitted.error_before),

@@ -153,7 +153,7 @@ def plot_log(folder: Path) -> Path:
         ConfigError: matplotlib is not installed.
     """
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    figure, axis = new_picture((7, 4))
+    figure, axis = new_picture((7.0, 4.0))
     for name in ("token_loss", "index_loss"):
         axis.plot([line["step"] for line in lines], [line[name] for line in lines], label=name)
     axis.set(xlabel="step", ylabel="nats", yscale="log")
