@@ -233,7 +233,8 @@ def note_embedded(console: "Console", source: str) -> None:
     if source == "nano":
         console.print(
             "[dim]nano is trained on synthetic text alone: short stories and questions about them, "
-            "JSON extraction, sums, lists, code traces, recall and tool calls.[/dim]"
+            "JSON extraction, sums, lists, code traces, recall, tool calls and questions about "
+            "drawings.[/dim]"
         )
 
 

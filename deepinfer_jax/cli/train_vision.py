@@ -54,6 +54,7 @@ def train_vision(
     from deepinfer_jax.cli.train import progress_bar
     from deepinfer_jax.errors import CheckpointError, ConfigError
     from deepinfer_jax.loading import load, resolve_folder
+    from deepinfer_jax.model.vision.encode import vision_params
     from deepinfer_jax.training import loop as loops
     from deepinfer_jax.training import vision as seeing
     from deepinfer_jax.training.corpus.template import IMAGE
@@ -78,7 +79,7 @@ def train_vision(
     config = seeing.with_vision(model.config, model.tokenizer.token_to_id(IMAGE))
     if go_on and model.config.vision != config.vision:
         raise ConfigError(f"--go-on begins with nano's encoder, and {source} has another or none")
-    held = model.params.vision if go_on else None
+    held = vision_params(model.params) if go_on else None
     settings = OptimiserSettings(steps=steps, peak_rate=lr, warmup_steps=warmup, loss=None)
     with console.status(f"drawing {drawings:,} pictures"):
         data = make_vision_data(

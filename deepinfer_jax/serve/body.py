@@ -16,13 +16,16 @@ MAX_TOOLS = 256
 INLINE_BYTES = 64 * 2**10
 
 
-async def read_object(request: Request, limit: int, timeout_s: float) -> tuple[dict[str, Any], int]:
+async def read_object(
+    request: Request, limit: int, timeout_s: float, *, image_limit: int = 0
+) -> tuple[dict[str, Any], int]:
     """Returns a body's JSON object and its size in bytes.
 
     Args:
         request: whose body it is.
         limit: most bytes.
         timeout_s: for the client to send them.
+        image_limit: most bytes of a body that speaks of images before it reaches `limit`.
 
     Raises:
         ApiError: 400 no JSON object, 408 too slow, 413 too large, 415 not said to be JSON.
@@ -31,7 +34,7 @@ async def read_object(request: Request, limit: int, timeout_s: float) -> tuple[d
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"content-type must be application/json, got {kind or 'none'!r}")
-    body = await _read(request, limit, timeout_s)
+    body = await _read(request, limit, max(limit, image_limit), timeout_s)
     return await aside(len(body), lambda: parse_object(body)), len(body)
 
 
@@ -61,18 +64,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
+async def _read(request: Request, limit: int, most: int, timeout_s: float) -> bytes:
     said = request.headers.get("content-length", "")
-    if said.isdigit() and int(said) > limit:
-        raise too_large(limit)
-    parts, size = [], 0
+    if said.isdigit() and int(said) > most:
+        raise too_large(most)
+    parts, size, has_image = [], 0, False
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
-                if size > limit:
-                    raise too_large(limit)
                 parts.append(part)
+                has_image = has_image or b"image" in b"".join(parts[-2:])
+                if size > (most if has_image else limit):
+                    raise too_large(most if has_image else limit)
     except TimeoutError as error:
         rule = f"the body must arrive within {timeout_s:g} s, {size} bytes of it did"
         raise ApiError(408, rule) from error

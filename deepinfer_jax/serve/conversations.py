@@ -68,8 +68,8 @@ async def read_conversation(request: Request) -> tuple[dict[str, Any], int]:
     """
     service = service_of(request)
     config, limit = service.config, service.config.max_body_bytes
-    most = max(limit, config.max_image_body_bytes) if service.sees else limit
-    body, size = await read_object(request, most, config.request_timeout_s)
+    more = config.max_image_body_bytes if service.sees else 0
+    body, size = await read_object(request, limit, config.request_timeout_s, image_limit=more)
     if not mentions_image(body):
         if size > limit:
             raise too_large(limit)

@@ -10,6 +10,7 @@ from deepinfer_jax.checkpoint.coverage import compare as compare_coverage
 from deepinfer_jax.checkpoint.safetensors import open_store
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.loading import EMBEDDED
+from deepinfer_jax.training.vision_export import VISION_FILE
 from tests.golden import compare
 from tools import nano_goldens
 
@@ -45,7 +46,10 @@ def test_every_stored_tensor_is_used_and_none_is_missing():
 
 
 def test_checkpoint_is_within_its_budget():
-    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= 14_000_000
+    sizes = {path.name: path.stat().st_size for path in EMBEDDED.iterdir()}
+    vision = sizes.pop(VISION_FILE)
+    assert sum(sizes.values()) <= 14_000_000
+    assert vision <= 2_000_000
 
 
 def test_logits(golden, model):
