@@ -66,7 +66,8 @@ def stored_params(model: Model) -> Params:
             "training goes on from a deepseek_v41 checkpoint with draft stages, "
             f"{model.source} is another: export one with this package"
         )
-    return cast(Params, expand_float32(model.params))
+    # Copies: training gives its arrays up to every step, and the model keeps its own.
+    return cast(Params, jax.tree.map(lambda leaf: leaf.copy(), expand_float32(model.params)))
 
 
 def init_leaf(config: ModelConfig, seed: int, spec: ParamSpec) -> Array:

@@ -54,7 +54,9 @@ def free(plain):
     return output
 
 
-@pytest.fixture(scope="module", params=[0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))]
+)
 def engine(request, free):
     """Engines whose drafts are the true continuation, and the end token where it must come."""
     made = make_engine(drafting(async_depth=request.param))

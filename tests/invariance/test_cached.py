@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("numerics", ["float32", "checkpoint"])
 
 
 @BOTH
-@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 17, 33])
+@pytest.mark.parametrize("prompt", [1, 8, 9, 33])
 def test_prefill_then_decode_equals_one_shot(prompt, numerics):
     for chunk in (prompt, 3):
         check(numerics, prompt, chunk)

@@ -60,6 +60,8 @@ def test_the_engine_with_drafts_and_prefix_cache(run):
     all_equal(run("equal", "tiny_v41", "checkpoint", "engine", *map(json.dumps, FAST[2:3])))
 
 
+@pytest.mark.slow
+@pytest.mark.accept(10)
 def test_deepseek_v4(run):
     all_equal(run("equal", "tiny_v4", "float32", "cached", json.dumps({"dp": 2, "cp": 4})))
 
@@ -84,11 +86,13 @@ def test_devices_hold_what_describe_says(run, mesh):
     assert found["experts"] * found["ranks"] == found["experts_total"]
 
 
+@pytest.mark.slow
+@pytest.mark.accept(10)
 @pytest.mark.parametrize(
     ("mesh", "extras"),
     [
         ({"dp": 2, "cp": 2}, "4"),
-        pytest.param({"er": 2, "dp": 4}, "", marks=[pytest.mark.slow, pytest.mark.accept(10)]),
+        ({"er": 2, "dp": 4}, ""),
     ],
 )
 def test_experts_move_while_sequences_are_decoded(run, mesh, extras):

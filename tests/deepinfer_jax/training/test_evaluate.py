@@ -171,6 +171,7 @@ def test_flips_are_changed_verdicts_of_greedy_answers():
         evaluate.flips(first, other[::-1])
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_unpadded_stories(model):
     row = replace(evaluate.PERPLEXITY, count=2)
     found = evaluate.story_perplexity(model, row, 0)

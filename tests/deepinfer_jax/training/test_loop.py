@@ -172,7 +172,7 @@ def test_corpus_is_packed_with_what_the_model_needs_to_know():
     ],
 )
 def test_command_says_what_is_wrong(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("deepinfer_jax.pictures.find_spec", lambda name: None)
     places = ["--data", str(tmp_path / "absent.npz"), "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as stop:
         main(["train", *arguments, *places])
