@@ -114,6 +114,6 @@ def test_the_image_encoder_of_the_released_model(capsys):
     assert most["seconds"] == pytest.approx(most["operations"] / (1.98e15 / 2))
     assert "images" in run(capsys)
     small = json.loads(run(capsys, "--json", "--model", "nano"))["images"]
-    assert [cost["canvas"] for cost in small["costs"]][0] == [126, 126]
+    assert next(cost["canvas"] for cost in small["costs"]) == [126, 126]
     v4 = run(capsys, "--json", "--model", "deepseek-v4-flash", "--devices", "8xH200")
     assert json.loads(v4)["images"] == {}
