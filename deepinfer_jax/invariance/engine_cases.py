@@ -48,7 +48,7 @@ class EngineLab:
         self.drafts = drafting.size if drafting else 0
         sizes = engine_capacity(lab.config, base, self.drafts)
         self.blocks = sizes.layout.max_blocks + SPARE_BLOCKS
-        budget = sizes.layout.num_slots * sizes.slot_bytes
+        budget = sizes.layout.num_slots * sizes.slot_bytes + sizes.image_bytes
         budget += (1 + self.blocks) * sizes.block_bytes  # the null block too
         self.base = replace(base, cache_bytes=budget)
         if self.drafts:
