@@ -61,7 +61,6 @@ def train(
     plot: Annotated[bool, typer.Option("--plot", help="Write loss.png (matplotlib).")] = False,
 ) -> None:
     """Train MODEL on packed text and write OUT/checkpoint in the released layout."""
-    from dataclasses import replace
 
     from rich.console import Console
 
@@ -74,7 +73,7 @@ def train(
     from deepinfer_jax.training.export import export_checkpoint
     from deepinfer_jax.training.init import init_params, stored_params
     from deepinfer_jax.training.losses import LossSettings
-    from deepinfer_jax.training.state import OptimiserSettings, initial_state, newest_state
+    from deepinfer_jax.training.state import OptimiserSettings, initial_state
 
     if batch % devices:
         raise ConfigError(f"--devices must divide --batch: {devices} does not divide {batch}")
@@ -88,8 +87,7 @@ def train(
         )
     if plot:
         require_matplotlib("--plot")
-    if newest_state(out) is not None and not resume:
-        raise ConfigError(f"{out} holds saved states: add --resume, or choose another folder")
+    loops.saved_run(out, resume)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     tokenizer = tokenizer or NANO_TOKENIZER
     if items is not None:
@@ -115,19 +113,13 @@ def train(
     if init is None:
         params = init_params(config, seed, token_map)
     else:
-        model = load(init, determinism="run")
-        if replace(model.config, execution=config.execution) != config:
-            raise ConfigError(f"--init continues a checkpoint of nano's config, {init} has another")
-        params = stored_params(model)
+        params = stored_params(load(init, determinism="run"), config)
         notes |= {"init": init}
     state = initial_state(params, settings)
     if long_data is not None:
         notes |= {"long_data": long_data.name, "long_every": long_every}
     if resume:
-        state, found = loops.resume(out, state)
-        changed = {k: found.get(k) for k in notes if found and found.get(k) != notes[k]}
-        if changed:
-            raise ConfigError(f"--resume continues with the same options: the run had {changed}")
+        state, found = loops.resume(out, state, notes)
         console.print(f"resumed after step {int(state.step)}" if found else "no saved state yet")
     batch_at = data_files.packed_batches(packed, batch=batch, length=length, seed=seed)
     if long_data is not None:

@@ -56,12 +56,10 @@ def train_draft(
     over, those of a head that it does not have begin at random. Fit temperatures afterwards (`train
     temperatures`): those of TARGET belong to its own drafts.
     """
-    import json
 
     from rich.console import Console
 
     from deepinfer_jax.cli.train import progress_bar
-    from deepinfer_jax.errors import ConfigError
     from deepinfer_jax.loading import load, resolve_folder
     from deepinfer_jax.model.draft import draft_settings
     from deepinfer_jax.speculative.calibration import FILE_NAME
@@ -74,13 +72,10 @@ def train_draft(
     from deepinfer_jax.training.state import (
         OptimiserSettings,
         initial_state,
-        newest_state,
         settings_record,
     )
 
-    saved = newest_state(out)
-    if saved is not None and not resume:
-        raise ConfigError(f"{out} holds saved states: add --resume, or choose another folder")
+    loops.saved_run(out, resume)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     packed = data_files.load_packed(data)
     source = resolve_folder(target)
@@ -98,14 +93,9 @@ def train_draft(
     notes |= {"anchors": loss.anchors, "target": drafts.target_digest(model.params)}
     chosen = draft_settings(config)
     notes |= {"head": chosen.dspark_head, "block": chosen.dspark_block_size, "fresh": fresh}
-    if saved is not None:
-        found = json.loads((saved / "record.json").read_text())  # first: the arrays may not fit
-        changed = {k: found.get(k) for k in notes if found.get(k) != notes[k]}
-        if changed:
-            raise ConfigError(f"--resume continues with the same options: the run had {changed}")
-        state, _ = loops.resume(out, state)
     if resume:
-        console.print(f"resumed after step {int(state.step)}" if saved else "no saved state yet")
+        state, found = loops.resume(out, state, notes)
+        console.print(f"resumed after step {int(state.step)}" if found else "no saved state yet")
     with progress_bar(console, steps, ("loss", "acceptance", "accepted_length")) as tick:
         state = loops.run_steps(
             state,

@@ -46,7 +46,6 @@ def train_vision(
     files with the weights of the language model are copied unchanged, so that answers to text stay
     what they are. The drawings are a function of the seed; `deepinfer-jax eval` has its own.
     """
-    import json
     import os
 
     from rich.console import Console
@@ -62,15 +61,12 @@ def train_vision(
     from deepinfer_jax.training.state import (
         OptimiserSettings,
         initial_state,
-        newest_state,
         settings_record,
     )
     from deepinfer_jax.training.vision_data import make_vision_data, vision_batches
     from deepinfer_jax.training.vision_export import export_vision
 
-    saved = newest_state(out)
-    if saved is not None and not resume:
-        raise ConfigError(f"{out} holds saved states: add --resume, or choose another folder")
+    saved = loops.saved_run(out, resume)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     source = resolve_folder(target)
     model = load(source, numerics="float32", determinism="off")
@@ -96,14 +92,9 @@ def train_vision(
     state = initial_state(learner, settings)
     notes = {"seed": seed, "drawings": drawings, "batch": batch, "rounded": rounded}
     notes |= {"answers": answers, "go_on": go_on}
-    if saved is not None:
-        found = json.loads((saved / "record.json").read_text())
-        changed = {k: found.get(k) for k in notes if found.get(k) != notes[k]}
-        if changed:
-            raise ConfigError(f"--resume continues with the same options: the run had {changed}")
-        state, _ = loops.resume(out, state)
     if resume:
-        console.print(f"resumed after step {int(state.step)}" if saved else "no saved state yet")
+        state, found = loops.resume(out, state, notes)
+        console.print(f"resumed after step {int(state.step)}" if found else "no saved state yet")
     with progress_bar(console, steps, ("token_loss", "readout_loss", *DRAWING_TASKS)) as tick:
         state = loops.run_steps(
             state,

@@ -79,7 +79,7 @@ def initial_draft(
     stages = draft_params(params)
     kept: dict[ParamSpec, Array] = {}
     if not fresh:
-        leaves = [leaf.copy() for leaf in jax.tree.leaves(expand_float32(stages))]
+        leaves = jax.tree.leaves(expand_float32(stages))
         kept = dict(zip(spec_leaves(spec_tree(target).draft), leaves, strict=True))
     return jax.tree.map(
         lambda spec: kept[spec] if spec in kept else init_leaf(config, seed, spec),

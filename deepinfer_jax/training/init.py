@@ -55,19 +55,24 @@ def init_params(config: ModelConfig, seed: int, token_map: TokenMap | None = Non
     return replace(tree, engram=replace(tree.engram, token_map=token_map))
 
 
-def stored_params(model: Model) -> Params:
-    """Returns float32 parameters to train further from: the stored values of a V4.1 checkpoint.
+def stored_params(model: Model, config: ModelConfig) -> Params:
+    """Returns float32 parameters to train further from: the stored values of a checkpoint.
+
+    An image encoder is left out: `train vision` makes one for the language weights as they are.
+
+    Args:
+        model: Whose values they are.
+        config: What is trained.
 
     Raises:
-        ConfigError: Another model type, or no draft stages.
+        ConfigError: The language model has another config.
     """
-    if model.config.model_type != "deepseek_v41" or model.config.draft is None:
+    own = replace(model.config, execution=config.execution, vision=None)
+    if replace(own, image_token_id=config.image_token_id) != config:
         raise ConfigError(
-            "training goes on from a deepseek_v41 checkpoint with draft stages, "
-            f"{model.source} is another: export one with this package"
+            f"--init continues a checkpoint of nano's config, {model.source} has another"
         )
-    # Copies: training gives its arrays up to every step, and the model keeps its own.
-    return cast(Params, jax.tree.map(lambda leaf: leaf.copy(), expand_float32(model.params)))
+    return replace(cast(Params, expand_float32(model.params)), vision=None)
 
 
 def init_leaf(config: ModelConfig, seed: int, spec: ParamSpec) -> Array:

@@ -5,7 +5,7 @@ A batch is a function of (seed, step) alone, so a resumed run needs no state of 
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,18 @@ Report = Callable[[int, dict[str, float]], None]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
+def saved_run(folder: Path, resume: bool) -> Path | None:
+    """Returns the newest saved state of a folder, or None without one.
+
+    Raises:
+        ConfigError: There is one, and the run does not resume.
+    """
+    saved = newest_state(folder)
+    if saved is not None and not resume:
+        raise ConfigError(f"{folder} holds saved states: add --resume, or choose another folder")
+    return saved
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
     """When to stop, save and log. At least one of `steps` and `seconds` bounds the run.
@@ -49,10 +61,23 @@ class LoopSettings:
     log_every: int = 10
 
 
-def resume(folder: Path, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-    """Returns the newest saved state of a training folder, or `state` and None without one."""
+def resume(
+    folder: Path, state: TrainState, notes: Mapping[str, Any] | None = None
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """Returns the newest saved state of a folder and its record; `state` and None without one.
+
+    Raises:
+        ConfigError: The saved run had other options than `notes`.
+    """
     saved = newest_state(folder)
-    return (state, None) if saved is None else restore_state(saved, state)
+    if saved is None:
+        return state, None
+    notes = notes or {}
+    found = json.loads((saved / "record.json").read_text())  # first: the arrays may not fit
+    changed = {name: found.get(name) for name in notes if found.get(name) != notes[name]}
+    if changed:
+        raise ConfigError(f"--resume continues with the same options: the run had {changed}")
+    return restore_state(saved, state)
 
 
 def train(

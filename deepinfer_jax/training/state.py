@@ -117,7 +117,11 @@ def decays(params: Any) -> Any:
 
 
 def initial_state(params: Any, settings: OptimiserSettings) -> TrainState:
-    """Returns the state before the first step; the optimiser starts from zero moments."""
+    """Returns the state before the first step; the optimiser starts from zero moments.
+
+    It holds copies: every step takes its arrays over, and the giver keeps its own.
+    """
+    params = jax.tree.map(lambda leaf: leaf.copy(), params)
     return TrainState(params=params, optimiser=optimiser(settings).init(params), step=jnp.int32(0))
 
 

@@ -59,24 +59,26 @@ def ask(http):
     return post
 
 
+def in_process(llm, config, main):
+    """Returns what `main(client, service)` returns, of an application without a socket."""
+
+    async def session():
+        service = Service(llm, config)
+        await service.warm_up()
+        transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            try:
+                return await main(client, service)
+            finally:
+                service.metrics.close()
+
+    return asyncio.run(session())
+
+
 @pytest.fixture
 def with_config(llm):
     """Runs `main(client, service)` against an application with other options."""
-
-    def run(main, **changes):
-        async def session():
-            service = Service(llm, replace(CONFIG, **changes))
-            await service.warm_up()
-            transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                try:
-                    return await main(client, service)
-                finally:
-                    service.metrics.close()
-
-        return asyncio.run(session())
-
-    return run
+    return lambda main, **changes: in_process(llm, replace(CONFIG, **changes), main)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import asyncio
 import base64
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,16 +13,15 @@ from deepinfer_jax.chat.encode import ChatEncoder
 from deepinfer_jax.config.hf import read_config
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.loading import read_tokenizer
-from deepinfer_jax.serve.app import make_app
 from deepinfer_jax.serve.config import ServerConfig
 from deepinfer_jax.serve.errors import ApiError
 from deepinfer_jax.serve.images import ImageRules, mentions_image, read_images
 from deepinfer_jax.serve.protocols import CHAT, MESSAGES, RESPONSES, convert, options_for
-from deepinfer_jax.serve.service import Service
 from deepinfer_jax.serve.tasks import Reader
 from deepinfer_jax.vision.image import read_image
 
 from ..vision.hostile import encode
+from .conftest import in_process
 
 pytestmark = pytest.mark.accept(12)
 NAMES = ("tiny",)
@@ -193,21 +191,7 @@ def seeing(fixtures_dir):
     )
     llm = di.AsyncLLM(di.load(fixtures_dir / "tiny_v41", determinism="off"), runtime=runtime)
     config = ServerConfig(port=0, served_model_name=NAMES, max_body_bytes=500)
-
-    def run(main):
-        async def session():
-            service = Service(llm, config)
-            await service.warm_up()
-            transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                try:
-                    return await main(client, service)
-                finally:
-                    service.metrics.close()
-
-        return asyncio.run(session())
-
-    yield run
+    yield lambda main: in_process(llm, config, main)
     asyncio.run(llm.close())
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from deepinfer_jax.training import data as training_data
 from deepinfer_jax.training import loop as loops
 from deepinfer_jax.training.config import nano_config
 from deepinfer_jax.training.data import Packed
-from deepinfer_jax.training.init import init_params
+from deepinfer_jax.training.init import init_params, stored_params
 from deepinfer_jax.training.loop import LoopSettings, train
 from deepinfer_jax.training.state import OptimiserSettings, initial_state
 from tests.deepinfer_jax.training.tiny_training import (
@@ -196,3 +197,17 @@ def test_command_trains_nano_and_the_checkpoint_loads(tmp_path):
     model = di.load(tmp_path / "out/checkpoint", numerics="float32")
     assert model.config.draft is not None
     assert model.tokenizer is not None
+
+
+def test_training_goes_on_from_a_model_that_sees():
+    """From its language weights, which it keeps; `train vision` comes after."""
+    model = di.load("nano", determinism="run")
+    assert model.config.vision is not None
+    blind = replace(model.config, vision=None, image_token_id=None)
+    params = stored_params(model, blind)
+    assert params.vision is None
+    given = np.asarray(params.head)
+    initial_state(params, SETTINGS).params.head.delete()  # as a step does that takes it over
+    np.testing.assert_array_equal(np.asarray(params.head), given)
+    with pytest.raises(di.ConfigError, match="nano has another"):
+        stored_params(model, replace(blind, num_hidden_layers=blind.num_hidden_layers + 1))
