@@ -23,7 +23,7 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.ascend_inputs import engram_ids_of, rotation_of
 from deepinfer_jax.engine.choose import token_record
-from deepinfer_jax.engine.device import Flight
+from deepinfer_jax.engine.device import Flight, flown
 from deepinfer_jax.engine.drafting import Drafting
 from deepinfer_jax.engine.layout import (
     ADMIT_INTS,
@@ -159,7 +159,7 @@ class AscendDevice:
                 slot = int(parts.slot[row])
                 emitters.append((slot, ended[slot] if alive[slot] else None))
             masks = None if fill is None else fill()
-            return Flight(plan, now, self._choose(plan.layout, emitters, prompt, masks), [])
+            return flown(plan, now, self._choose(plan.layout, emitters, prompt, masks), [])
 
     def _admit(self, admits: np.ndarray) -> None:
         """Opens the slots of admitted sequences; a forked one keeps what was copied."""

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 from deepinfer_jax.engine.output import FinishReason
+from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.request import Request
+from deepinfer_jax.engine.results import RoundResult, push_told
 from deepinfer_jax.engine.scheduler import Scheduler
 from deepinfer_jax.engine.sequence import Phase, Sequence
+from deepinfer_jax.engine.slots import AT_LENGTH, AT_STOP, FAILED, RUNNING
 from deepinfer_jax.errors import InputError
+from deepinfer_jax.sampling.edits import GRAMMAR
 
 
 class RequestBook:
@@ -21,6 +24,7 @@ class RequestBook:
         """Starts empty; counters: of the engine."""
         self.requests: dict[str, Request] = {}
         self.owner: dict[Sequence, Request] = {}
+        self._timed: list[Request] = []  # those with a deadline
         self._scheduler, self._counters, self._clock = scheduler, counters, clock
         self._has_ended = False  # a sequence, since requests that are done were last returned
 
@@ -40,6 +44,8 @@ class RequestBook:
     def add(self, request: Request) -> None:
         """Enters a new request."""
         self.requests[request.request_id] = request
+        if request.params.deadline_s is not None:
+            self._timed.append(request)
         for sequence in request.sequences:
             self.owner[sequence] = request
         self._counters["requests"] += 1
@@ -51,14 +57,41 @@ class RequestBook:
             self.end(sequence, "abort")
         return request is not None
 
-    def guard(self, sequence: Sequence, act: Callable[..., None], *arguments: Any) -> None:
-        """Runs a request's own host work; what it raises ends that request alone."""
+    def take(self, sequence: Sequence, found: RoundResult, step: StepResult, now: float) -> int:
+        """Gives a completion its new tokens, up to a stop string; returns how many.
+
+        What its request's own work raises ends that request alone.
+        """
         try:
-            act(*arguments)
+            return self._take(sequence, found, step, now)
         except Exception as error:
             self.owner[sequence].error = error
             self._counters["errors"] += 1
             self.end(sequence, "error")
+            return 0
+
+    def _take(self, sequence: Sequence, found: RoundResult, step: StepResult, now: float) -> int:
+        request, output = self.owner[sequence], sequence.output
+        if not request.first_token:
+            request.first_token = now
+        count = sequence.params.logprobs
+        if count is None and step.hashes is None:
+            tokens = output.extend(found.kept)
+        else:
+            tokens = push_told(output, found, step, count)
+        if output.finish_reason is not None:
+            self.end(sequence, output.finish_reason, output.stop_reason)
+        elif found.code == RUNNING:
+            if request.sink is not None:
+                request.sink(output.delta())
+        elif found.code == FAILED:
+            self.end(sequence, "grammar" if found.status == GRAMMAR else "numerical")
+        elif found.code == AT_STOP:
+            self.end(sequence, "stop", found.tokens[-1])
+        elif found.code == AT_LENGTH:
+            is_asked = sequence.room == sequence.params.max_tokens
+            self.end(sequence, "length" if is_asked else "capacity")
+        return tokens
 
     def end(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
         """Ends a sequence, unless it has ended, and tells its request's sink."""
@@ -84,7 +117,7 @@ class RequestBook:
 
     def expire(self) -> None:
         """Ends requests that are past their deadline."""
-        for request in list(self.requests.values()):
+        for request in self._timed:
             limit = request.params.deadline_s
             if limit is not None and self._clock() - request.submitted >= limit:
                 for sequence in request.sequences:
@@ -101,4 +134,5 @@ class RequestBook:
             del self.requests[request.request_id]
             for sequence in request.sequences:
                 del self.owner[sequence]
+        self._timed = [request for request in self._timed if not request.is_done]
         return done

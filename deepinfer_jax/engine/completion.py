@@ -60,6 +60,20 @@ class CompletionBuilder:
             del (self.logit_hashes or [])[kept:]
             self.end("stop", self.detokenizer.matched)
 
+    def extend(self, tokens: list[int]) -> int:
+        """Adds tokens of which nothing else is told, until a stop string is complete.
+
+        Returns how many.
+        """
+        if self.detokenizer is None:
+            self.tokens += tokens
+            return len(tokens)
+        for count, token in enumerate(tokens, start=1):
+            self.push(token)
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
     def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the completion; text that was held back is shown unless a stop string cut it."""
         self.finish_reason, self.stop_reason = reason, stop_reason

@@ -1,12 +1,14 @@
 """The device side of the engine as the host sees it: parameters, state, and what is dispatched.
 
 Every call returns at once; results are futures. The state is donated to each program in turn.
+Launching a step's kernels takes the host milliseconds on a GPU, so that steps are launched by a
+thread of their own, in order; whatever else uses the state waits for them to be launched.
 """
 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,28 +49,38 @@ from deepinfer_jax.model.vision.patches import (
     vision_of,
 )
 
+Windows = dict[str, jax.Array]
+Launched = tuple[StepResult, list[Windows]]
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A dispatched step: its plan, what it will return, saved windows of `plan.checkpoints`.
+    """A dispatched step: its plan and what it will return once it is launched.
 
-    dispatched: when, by the engine's clock.
+    dispatched: when, by the engine's clock. launched: result, and saved windows of
+    `plan.checkpoints`.
     """
 
     plan: StepPlan
     dispatched: float
-    result: StepResult
-    windows: list[dict[str, jax.Array]]
+    launched: Future[Launched]
 
     def read(self) -> tuple[StepResult, list[dict[str, np.ndarray]]]:
         """Waits; returns (result, windows) on the host, None for what the plan does not want."""
-        plan, result = self.plan, self.result
+        plan, (result, windows) = self.plan, self.launched.result()
         wanted = replace(
             result,
             chosen=result.chosen if plan.wants_logprobs else None,
             prompt=result.prompt if plan.scores_prompt else None,
         )
-        return jax.device_get((wanted, self.windows))
+        return jax.device_get((wanted, windows))
+
+
+def flown(plan: StepPlan, dispatched: float, result: StepResult, windows: list[Windows]) -> Flight:
+    """Returns the flight of a step that has been launched already."""
+    launched: Future[Launched] = Future()
+    launched.set_result((result, windows))
+    return Flight(plan, dispatched, launched)
 
 
 class Device:
@@ -96,6 +108,8 @@ class Device:
         self._place = params.embed.sharding
         self._programs: dict[PlanLayout, Any] = {}
         self._masked: dict[PlanLayout, tuple[Any, Any]] = {}  # network and tokens
+        self._launcher = ThreadPoolExecutor(1, "deepinfer-launch")
+        self._last: Future[Launched] | None = None
 
         def empty() -> EngineState:
             return EngineState(
@@ -127,13 +141,19 @@ class Device:
         self._trees = (tree, self._tree)
 
     @property
+    def _leaves(self) -> tuple[jax.Array, ...]:
+        if self._last is not None:
+            self._last.result()
+        return self._held  # of the launching thread, until it has nothing left to launch
+
+    @property
     def _state(self) -> EngineState:
         return jax.tree.unflatten(self._tree, self._leaves)
 
     @_state.setter
     def _state(self, state: EngineState) -> None:
         leaves, self._tree = jax.tree.flatten(state)
-        self._leaves = tuple(leaves)
+        self._held = tuple(leaves)
 
     def dispatch(
         self, plan: StepPlan, now: float = 0.0, fill: Callable[[], MaskRows] | None = None
@@ -145,34 +165,45 @@ class Device:
         """
         for action, arguments in plan.before:
             getattr(self, action)(*arguments)
-        if fill is None:
-            run = self._programs.get(plan.layout) or self.compile(plan.layout)
+        saved = [(chunk.sequence.slot, chunk.stop) for chunk in plan.checkpoints]
+        if fill is not None:
+            return flown(plan, now, *self._results(plan, self._run_masked(plan, fill), saved))
+        run = self._programs.get(plan.layout) or self.compile(plan.layout)
+        self._last = self._launcher.submit(self._launch, run, plan, saved)
+        return Flight(plan, now, self._last)
+
+    def _launch(self, run: Any, plan: StepPlan, saved: Items[tuple[int, int]]) -> Launched:
+        """Starts a step; on the launching thread."""
+        with jax.transfer_guard("disallow"):
             # The one transfer of a step to the device; device_put would take five times as long.
             with jax.transfer_guard_host_to_device("allow"):
-                self._leaves, result = run(self._params, self._leaves, plan.vector)
-        else:
-            result = self._run_masked(plan, fill)
+                self._held, result = run(self._params, self._held, plan.vector)
+            return self._results(plan, result, saved)
+
+    def _results(
+        self, plan: StepPlan, result: StepResult, saved: Items[tuple[int, int]]
+    ) -> Launched:
+        """Returns a step's result and the windows it saves, on their way to the host."""
         wanted = jax.tree.leaves((result.rounds, result.hashes, result.drafts))
         wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
         wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
-        windows = []
-        for chunk in plan.checkpoints:
-            windows.append(self._save(chunk.sequence.slot, chunk.stop))
-            wanted += windows[-1].values()
+        cache = jax.tree.unflatten(self._tree, self._held).cache if saved else None
+        windows = [self._take(cache, *chunk) for chunk in saved]
+        wanted += jax.tree.leaves(windows)
         # The one transfer to the host, begun here and read when the step is due. A CPU device has
         # nothing to copy, a GPU counts a copy that is not a `device_get` as implicit.
         with jax.transfer_guard_device_to_host("allow"):
             for leaf in wanted:
                 leaf.copy_to_host_async()
-        return Flight(plan, now, result, windows)
+        return result, windows
 
     def _run_masked(self, plan: StepPlan, fill: Callable[[], MaskRows]) -> StepResult:
         network, tokens = self._masked[plan.layout]
         with jax.transfer_guard_host_to_device("allow"):
-            self._leaves, rows = network(self._params, self._leaves, plan.vector)
+            self._held, rows = network(self._params, self._leaves, plan.vector)
         masks = self._mask_table(plan.layout, fill())
         with jax.transfer_guard_host_to_device("allow"):
-            self._leaves, result = tokens(self._params, self._leaves, plan.vector, rows, masks)
+            self._held, result = tokens(self._params, self._held, plan.vector, rows, masks)
         return result
 
     def _mask_table(self, layout: PlanLayout, found: MaskRows) -> MaskTable:
@@ -293,7 +324,7 @@ class Device:
         for layout in layouts:
             begin = time.perf_counter()
             flight = self.dispatch(StepPlan(layout=layout, vector=blank(layout)[0]))
-            jax.block_until_ready(flight.result)
+            jax.block_until_ready(flight.launched.result())
             seconds[f"step of {layout.rows} rows"] = time.perf_counter() - begin
         sizes = encoder_sizes(self.config) if self._state.images is not None else ()
         for size in sizes:
@@ -316,8 +347,11 @@ class Device:
         slots = set_marks_program(self._state.slots, *words, *rows)
         self._state = replace(self._state, slots=slots)
 
-    def _save(self, slot: int, length: int) -> dict[str, jax.Array]:
-        return take_checkpoint(self.config, self._state.cache, *self._words(slot, length))
+    def _save(self, slot: int, length: int) -> Windows:
+        return self._take(self._state.cache, slot, length)
+
+    def _take(self, cache: Any, slot: int, length: int) -> Windows:
+        return take_checkpoint(self.config, cache, *self._words(slot, length))
 
     def _words(self, *values: int) -> Any:
         return self._put(tuple(np.int32(value) for value in values))
@@ -329,7 +363,8 @@ class Device:
         return jax.device_put(build(), self._place)
 
     def close(self) -> None:
-        """Ends what depends on this device: nothing, in one process."""
+        """Ends the launching thread, which has nothing left to do."""
+        self._launcher.shutdown()
 
 
 def engine_weights(config: ModelConfig, params: AnyParams) -> AnyParams:

@@ -29,14 +29,12 @@ from deepinfer_jax.engine.drafting import plan_drafting
 from deepinfer_jax.engine.output import StreamDelta
 from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.profile import measured_corrections
-from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.prompt import PromptImage, placed_images
 from deepinfer_jax.engine.request import Request, request_factory
-from deepinfer_jax.engine.results import RoundResult, push_tokens, round_results, take_scores
+from deepinfer_jax.engine.results import round_results, take_scores
 from deepinfer_jax.engine.scheduler import Scheduler
-from deepinfer_jax.engine.sequence import Phase, Sequence
+from deepinfer_jax.engine.sequence import Phase
 from deepinfer_jax.engine.sizes import engine_capacity, engine_limits
-from deepinfer_jax.engine.slots import AT_LENGTH, AT_STOP, FAILED
 from deepinfer_jax.engine.snapshot import pack_request, unpack_request
 from deepinfer_jax.engine.stats import DraftCounts, EngineStats, collect_stats
 from deepinfer_jax.engine.trace import Trace
@@ -45,7 +43,6 @@ from deepinfer_jax.grammar.compiler import GrammarCompiler
 from deepinfer_jax.grammar.masks import MaskRows
 from deepinfer_jax.loading import Model
 from deepinfer_jax.model.params import same_form
-from deepinfer_jax.sampling.edits import GRAMMAR
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import fresh_seed
 
@@ -278,38 +275,23 @@ class Engine:
                 if sequence.generation == chunk.generation:
                     block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
                     self.scheduler.cache.attach(block, leaves)
+            tokens = 0
             for place, ((sequence, generation), one) in enumerate(
                 zip(plan.emits, found, strict=True)
             ):
                 if sequence.generation != generation:
                     continue  # ended or preempted since
                 assert one.generation == generation, f"{one} is not of generation {generation}"
-                self._book.guard(sequence, self._take, sequence, one, result, now)
+                tokens += self._book.take(sequence, one, result, now)
                 if sequence.matcher is not None and sequence.phase is not Phase.DONE:
                     drafts = result.drafts[place].tolist() if plan.makes_drafts else ()
                     self._constraints.follow(sequence, one.kept, drafts)
+            self.counters["tokens"] += tokens
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len
                 if sequence.room == 0 and is_last and sequence.generation == chunk.generation:
                     self._book.end(sequence, "length")
-
-    def _take(self, sequence: Sequence, found: RoundResult, step: StepResult, now: float) -> None:
-        """Gives a completion its new tokens, up to a stop string."""
-        request, output = self._book.owner[sequence], sequence.output
-        request.first_token = request.first_token or now
-        self.counters["tokens"] += push_tokens(output, found, step, sequence.params.logprobs)
-        if output.finish_reason is not None:
-            self._book.end(sequence, output.finish_reason, output.stop_reason)
-        elif found.code == FAILED:
-            self._book.end(sequence, "grammar" if found.status == GRAMMAR else "numerical")
-        elif found.code == AT_STOP:
-            self._book.end(sequence, "stop", found.tokens[-1])
-        elif found.code == AT_LENGTH:
-            is_asked = sequence.room == sequence.params.max_tokens
-            self._book.end(sequence, "length" if is_asked else "capacity")
-        elif request.sink is not None:
-            request.sink(output.delta())
 
     def profile(self, folder: Path | None = None) -> str:
         """Measures what rows cost, for draft_policy="scheduled"; returns a note on their origin.

@@ -1,10 +1,11 @@
 """The packed plan: everything the host tells the device about one step, in one int32 vector.
 
-One transfer a step (engine.md 2.6). The host writes into views of a fresh NumPy vector; the device
-slices the same places. A fresh vector each time: on CPU the device may alias what it was given.
+One transfer a step (engine.md 2.6). The host writes into views of a NumPy vector; the device slices
+the same places.
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -131,3 +132,28 @@ def blank(layout: PlanLayout) -> tuple[np.ndarray, PlanParts]:
     """Returns an empty plan vector and the views to fill it through."""
     vector = np.zeros(layout.size, np.int32)
     return vector, unpack(layout, vector)
+
+
+class PlanVectors:
+    """Vectors to write plans into, each used again after `turns` others of its layout.
+
+    A new vector for every plan costs more than all that is written into it: the host has to map
+    its memory. Not at once again: on CPU the device may alias what it was given, so the step must
+    be over.
+    """
+
+    def __init__(self, turns: int) -> None:
+        """Starts without any; turns: steps that can be planned or in flight, and one."""
+        self._turns = turns
+        self._used: dict[PlanLayout, deque[tuple[np.ndarray, PlanParts]]] = {}
+
+    def blank(self, layout: PlanLayout) -> tuple[np.ndarray, PlanParts]:
+        """Returns an empty plan vector and the views to fill it through."""
+        used = self._used.setdefault(layout, deque())
+        if len(used) < self._turns:
+            found = blank(layout)
+        else:
+            found = used.popleft()
+            found[0].fill(0)
+        used.append(found)
+        return found

@@ -154,6 +154,6 @@ class FollowingDevice(_JobDevice):
 
     def _run(self, layout: Any, vector: np.ndarray, saved: list[tuple[int, int]]) -> None:
         flight = super().dispatch(StepPlan(layout=layout, vector=vector))
-        assert not flight.windows
+        flight.launched.result()  # raises what kept the step from being launched
         for slot, stop in saved:  # the same programs in the same order, results unread
             self._save(slot, stop)

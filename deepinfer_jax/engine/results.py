@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from deepinfer_jax.record.logit_hash import hash_text
 from deepinfer_jax.sampling.logprobs import TokenLogprobs
 
 
-@dataclass(slots=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     """What one sequence got: words of `layout.RESULT`, its tokens, survivals of its new drafts.
 
-    survival: None without drafting. Not frozen: that takes three times as long to build, once per
-    token.
+    kept: tokens that are output, without a stop id and without the mark of a failed row. survival:
+    None without drafting.
     """
 
     generation: int
@@ -34,12 +33,8 @@ class RoundResult:
     accepted: int
     rows: int
     tokens: list[int]
+    kept: list[int]
     survival: np.ndarray | None
-
-    @property
-    def kept(self) -> list[int]:
-        """Tokens that are output: without a stop id, and without the mark of a failed row."""
-        return self.tokens[:-1] if self.code == AT_STOP or self.code == FAILED else self.tokens
 
 
 def round_results(rounds: np.ndarray, count: int) -> list[RoundResult]:
@@ -47,28 +42,27 @@ def round_results(rounds: np.ndarray, count: int) -> list[RoundResult]:
     words = len(RESULT)
     width = 1 + (rounds.shape[1] - words) // 2
     survivals = rounds[:count, words + width :].view(np.float32) if width > 1 else [None] * count
-    tokens = rounds[:count, words : words + width].tolist()
     columns = rounds[:count, 1:words].T.tolist()  # by column: rows of words are slow to unpack
-    rows = zip(*columns, tokens, survivals, strict=True)
-    return [
-        RoundResult(name, first, code, status, drafts, accepted, drafts + (code >= 0), ids[:n], s)
-        for name, first, n, code, status, drafts, accepted, ids, s in rows
-    ]
+    generation, first, counts, codes, status, verified, accepted = columns
+    lists = rounds[:count, words : words + width].tolist()
+    tokens = [ids if n == width else ids[:n] for ids, n in zip(lists, counts, strict=True)]
+    cut = (AT_STOP, FAILED)
+    kept = [ids[:-1] if code in cut else ids for ids, code in zip(tokens, codes, strict=True)]
+    rows = [drafts + (code >= 0) for drafts, code in zip(verified, codes, strict=True)]
+    told = (generation, first, codes, status, verified, accepted, rows, tokens, kept, survivals)
+    return list(map(RoundResult._make, zip(*told, strict=True)))
 
 
-def push_tokens(
+def push_told(
     output: CompletionBuilder, found: RoundResult, step: StepResult, count: int | None
 ) -> int:
-    """Gives a completion its new tokens, until a stop string is complete; returns how many.
+    """Gives a completion its new tokens with what is told of each; returns how many.
 
-    count: alternatives that its request wants, None without log-probabilities.
+    Until a stop string is complete. count: alternatives that its request wants, None without
+    log-probabilities.
     """
-    is_plain = count is None and step.hashes is None
     for place, token in enumerate(found.kept, start=found.first):
-        if is_plain:
-            output.push(token)
-        else:
-            output.push(token, *token_record(step, place, count))
+        output.push(token, *token_record(step, place, count))
         if output.finish_reason is not None:
             return place - found.first + 1
     return len(found.kept)

@@ -15,15 +15,11 @@ import numpy as np
 
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.capacity import admissible, blocks_for
-from deepinfer_jax.cache.hit import (
-    Miss,
-    checkpoint_positions,
-    usable_hit,
-)
+from deepinfer_jax.cache.hit import Miss, checkpoint_positions, usable_hit
 from deepinfer_jax.engine.admission import write_admission
 from deepinfer_jax.engine.draft_policy import DraftPolicy
 from deepinfer_jax.engine.images import ImagePool, cuts_beside_images, image_chunk
-from deepinfer_jax.engine.layout import PlanParts, blank
+from deepinfer_jax.engine.layout import PlanParts, PlanVectors
 from deepinfer_jax.engine.plan import Chunk, Limits, StepPlan
 from deepinfer_jax.engine.results import RoundResult
 from deepinfer_jax.engine.sequence import Phase, Sequence
@@ -43,6 +39,7 @@ class Scheduler:
         self.free_slots = list(range(limits.layouts[-1].slots, 0, -1))
         self.images = ImagePool(limits.layouts[-1].image_rows)
         self.counters: Counter[str] = Counter()
+        self._vectors = PlanVectors(limits.depth + 2)
         self._generation = 0
         self._deltas: list[tuple[int, int, int]] = []
 
@@ -92,7 +89,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None if nothing can run before a result is read."""
         budget = self.limits.layouts[-1]
-        vector, parts = blank(budget)
+        vector, parts = self._vectors.blank(budget)
         plan = StepPlan(layout=budget, vector=vector)
         self.images.begin_step()
         self._fork(plan)
@@ -108,30 +105,30 @@ class Scheduler:
             if sequence.slot:
                 entry = parts.admits[place]
                 write_admission(entry, sequence, limits.rule, limits.eos, drafts)
-        for place, entry in enumerate(self._deltas):
-            parts.deltas[place] = entry
-        self._deltas = []
+        deltas, self._deltas = self._deltas, []
+        if deltas:
+            parts.deltas[: len(deltas)] = deltas
         self.counters["steps"] += 1
-        return self._fit(plan, parts)
+        return self._fit(plan, parts, len(deltas))
 
-    def _fit(self, plan: StepPlan, parts: PlanParts) -> StepPlan:
+    def _fit(self, plan: StepPlan, parts: PlanParts, deltas: int) -> StepPlan:
         """Moves the plan into the smallest layout that holds its rows, and writes its header.
 
         Rows that would be computed as padding verify drafts instead.
         """
-        layout = next(one for one in self.limits.layouts if one.rows >= plan.rows)
+        limits, rounds = self.limits, len(plan.spans)
+        layout = next(one for one in limits.layouts if one.rows >= plan.rows)
         if layout is not plan.layout:
-            vector, small = blank(layout)
-            rows = ("ids", "position", "slot", "target", *(("image",) if layout.image_rows else ()))
-            for name in rows:
-                getattr(small, name)[:] = getattr(parts, name)[: layout.rows]
-            for name in ("rounds", "ends", "deltas", "admits"):
-                getattr(small, name)[:] = getattr(parts, name)
+            vector, small = self._vectors.blank(layout)
+            used = dict.fromkeys(("ids", "position", "slot", "target"), plan.prompt_rows)
+            used |= {"image": plan.prompt_rows} if layout.image_rows else {}
+            used |= {"rounds": rounds, "ends": len(plan.emits) - rounds, "deltas": deltas}
+            used |= {"admits": len(plan.admitted)}
+            for name, count in used.items():
+                getattr(small, name)[:count] = getattr(parts, name)[:count]
             plan.layout, plan.vector, parts = layout, vector, small
-        step = layout.rows if len(self.limits.layouts) > 1 else self.limits.row_step
-        padding = -plan.rows % step
+        padding = -plan.rows % (layout.rows if len(limits.layouts) > 1 else limits.row_step)
         plan.verify_rows = min(plan.verify_rows + padding, sum(plan.spans))
-        rounds = len(plan.spans)
         parts.header[:] = (
             plan.prompt_rows,
             rounds,
@@ -149,13 +146,16 @@ class Scheduler:
         """Plans a round of every running sequence, by rank. Kept lean: it runs once a token."""
         slots: list[int] = []
         chosen: list[Sequence] = []
+        running, drafts_of = Phase.RUNNING, self.policy.drafts_of
         for sequence in tuple(self.active):
-            if sequence.phase is not Phase.RUNNING or sequence.planned >= sequence.room:
+            if sequence.phase is not running or sequence.planned >= sequence.room:
                 continue
-            span = 1 + self.policy.drafts_of(sequence)
-            last = min(sequence.computed + span, sequence.longest)
-            if last > sequence.capacity and not self._grow(sequence, last):
-                continue
+            span = 1 + drafts_of(sequence)
+            last = sequence.computed + span
+            if last > sequence.capacity:
+                last = min(last, sequence.longest)
+                if last > sequence.capacity and not self._grow(sequence, last):
+                    continue
             sequence.computed += span
             sequence.planned += 1
             chosen.append(sequence)

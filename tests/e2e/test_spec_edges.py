@@ -262,6 +262,7 @@ def rejected(verified: int) -> RoundResult:
         accepted=0,
         rows=1 + verified,
         tokens=[5],
+        kept=[5],
         survival=np.zeros(DRAFTS, np.float32),
     )
 
@@ -279,7 +280,7 @@ def test_drafts_that_never_help_are_worth_one_warning():
 
 def test_drafts_that_help_once_are_not():
     counts = DraftCounts(DRAFTS)
-    counts.add([replace(rejected(2), accepted=1, tokens=[5, 6])])
+    counts.add([rejected(2)._replace(accepted=1, tokens=[5, 6])])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         counts.add([rejected(1)] * 5000)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from deepinfer_jax.engine.device import Flight
+from deepinfer_jax.engine.device import Flight, flown
 from deepinfer_jax.engine.layout import (
     ADMIT_FLOATS,
     ADMIT_INTS,
@@ -121,7 +121,7 @@ class FakeDevice:
         result = self._results(plan.layout, parts, header)
         saved = [np.asarray(self._saved(chunk), np.int32) for chunk in plan.checkpoints]
         windows = [{"ids": jax.device_put(ids)} for ids in saved]
-        return Flight(plan=plan, dispatched=now, result=result, windows=windows)
+        return flown(plan, now, result, windows)
 
     def restore(self, slot, length, leaves) -> None:
         """Puts saved ids in the place of a window."""
