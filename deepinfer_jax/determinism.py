@@ -18,6 +18,7 @@ from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.environment import numerics_flags, parse_xla_flags
 from deepinfer_jax.errors import ConfigError
+from sharding.mesh import mesh_sizes
 
 PROMISES = ("D0", "D1", "D2", "D3", "D4", "D5")
 #: Promise -> (whether it is held, the reason).
@@ -27,6 +28,8 @@ GPU_PLATFORMS = ("gpu", "cuda")
 PROVEN_GPUS: Mapping[str, str] = {
     "NVIDIA H200": "benchmarks/results/invariance_h200_2026-11-30.jsonl"
 }
+#: What was seen on several GPUs: bits with context parallelism were others.
+SEVERAL_GPUS = "benchmarks/results/multi_gpu_h200_2026-11-30.jsonl"
 #: Why nothing is promised there. Sequences run one after the other, so that neighbours, chunks and
 #: slots change nothing that the bridge does; what its operators do has never been seen.
 ON_ASCEND = "no CANN operator has been verified on Ascend hardware, not even from run to run"
@@ -138,7 +141,7 @@ def _designed(
     if level == "run":
         stock = (False, "at level run products and sums are XLA's, in an order that follows shapes")
         return {"D0": _run_to_run(platform, xla_flags), **dict.fromkeys(PROMISES[1:], stock)}
-    fault = _batch_fault(platform, xla_flags)
+    fault = _batch_fault(platform, xla_flags) or _mesh_fault(platform, execution)
     if fault is not None:
         return dict.fromkeys(PROMISES, (False, fault))
     return {
@@ -147,7 +150,7 @@ def _designed(
         "D2": (True, _chunks(runtime)),
         "D3": _cache(runtime),
         "D4": _drafts(runtime, has_drafts),
-        "D5": (True, "devices of a mesh exchange rows, and add no floats of each other"),
+        "D5": _meshes(platform),
     }
 
 
@@ -223,6 +226,25 @@ def _batch_fault(platform: str, xla_flags: str) -> str | None:
         named = (f"{flag['name']}={flag['value']} ({flag['why']})" for flag in against)
         return "XLA_FLAGS has " + "; ".join(named)
     return None
+
+
+def _mesh_fault(platform: str, execution: ExecutionConfig) -> str | None:
+    """Returns why level "batch" cannot be held on the mesh of a config, or None."""
+    if platform == "cpu" or execution.mesh is None or mesh_sizes(execution.mesh).cp == 1:
+        return None
+    return (
+        f"cp={mesh_sizes(execution.mesh).cp} splits the rows of a prompt over GPUs, and on two "
+        f"H200s that gave other bits ({SEVERAL_GPUS}): use dp or er there"
+    )
+
+
+def _meshes(platform: str) -> tuple[bool, str]:
+    if platform == "cpu":
+        return True, "devices of a mesh exchange rows, and add no floats of each other"
+    return False, (
+        "not proven on several GPUs: two H200s gave equal bits with er=2, others with cp=2, and "
+        f"dp=2 was not compared ({SEVERAL_GPUS})"
+    )
 
 
 def _arithmetic(execution: ExecutionConfig) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from deepinfer_jax.chat.encode import ChatEncoder, ChatPrompt
-from deepinfer_jax.chat.messages import Messages
+from deepinfer_jax.chat.messages import Messages, build_conversation
 from deepinfer_jax.chat.parse import (
     ChatDelta,
     ChatFinishReason,
@@ -15,8 +15,9 @@ from deepinfer_jax.chat.parse import (
     parsing_options,
 )
 from deepinfer_jax.chat.tokenizer import import_recipe
+from deepinfer_jax.chat.tools import call_grammar
 from deepinfer_jax.errors import InputError
-from deepinfer_jax.grammar.spec import Grammar
+from deepinfer_jax.grammar.spec import Begin, Grammar
 from deepinfer_jax.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -259,22 +260,51 @@ def _matched(
 def prepare_answer(
     encoder: ChatEncoder, messages: Messages, params: SamplingParams, options: Mapping[str, Any]
 ) -> tuple[ChatPrompt, SamplingParams]:
-    """Returns the prompt of a conversation, and parameters that keep its response format.
+    """Returns the prompt of a conversation, and parameters that keep its formats.
 
-    A grammar binds the answer: reasoning before it is free.
+    A grammar binds the answer: reasoning before it is free. It is that of the response format, or
+    of the calls of tools that are strict or required.
 
     Raises:
         InputError: Something is illegal, or can be rendered but not honoured.
     """
-    prompt = _honoured(encoder, messages, options)
-    grammar = answer_grammar(prompt.conversation)
-    if grammar is None:
-        grammar = params.grammar
-    elif params.grammar is not None:
-        raise InputError("response_format and a grammar both constrain the answer: give one")
+    prompt, begin = _with_calls(encoder, messages, options)
+    tools = prompt.conversation.tools if prompt.conversation.tool_choice != "none" else []
+    strict = {tool.name: tool.parameters or {} for tool in tools if tool.strict}
+    asked = (
+        params.grammar,
+        answer_grammar(prompt.conversation),
+        call_grammar(tools, begin=begin, strict=strict),
+    )
+    given = [grammar for grammar in asked if grammar is not None]
+    if len(given) > 1:
+        raise InputError(
+            "a grammar, response_format, and tools that are strict or required all constrain the "
+            "whole answer: give one"
+        )
+    grammar = given[0] if given else None
     if grammar is not None and not grammar.start_after and not grammar.trigger:
         grammar = grammar.after(answer_start(encoder, prompt.conversation))
     return prompt, replace(params, grammar=grammar)
+
+
+def _with_calls(
+    encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]
+) -> tuple[ChatPrompt, Begin]:
+    """Returns the prompt, and where calls may come in its answer.
+
+    A prompt that opens the calls leaves no place for reasoning. With reasoning the tools that may
+    be called are declared as usual, and the grammar alone requires a call.
+    """
+    choice = options.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return encoder.prepare(messages, **options), "auto"
+    if not options.get("thinking", True):
+        return encoder.prepare(messages, **options), "opened"
+    named = {tool.name for tool in build_conversation(messages, **options).tools}
+    tools = [tool for tool in options["tools"] if tool["function"]["name"] in named]
+    usual = {**options, "tools": tools, "tool_choice": "auto"}
+    return encoder.prepare(messages, **usual), "required"
 
 
 def answer_grammar(conversation: "Conversation") -> Grammar | None:
@@ -294,44 +324,6 @@ def answer_start(encoder: ChatEncoder, conversation: "Conversation") -> str | No
     if stage is None or not stage.starts_in_reasoning():
         return None
     return encoder.special_tokens.token(import_recipe().SpecialToken.ThinkingEnd)
-
-
-def prepare_chat(
-    encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]
-) -> ChatPrompt:
-    """Returns the prompt of a conversation whose answer is text.
-
-    Raises:
-        InputError: Something is illegal, or can be rendered but not honoured.
-    """
-    if options.get("response_format") not in (None, {"type": "text"}):
-        raise InputError(
-            f"response_format={options['response_format']!r} is not taken here: give a grammar "
-            "instead"
-        )
-    prompt = _honoured(encoder, messages, options)
-    if prompt.images:
-        raise InputError(
-            f"messages must be text here, got {len(prompt.images)} images: ask one conversation at "
-            "a time with `chat`"
-        )
-    return prompt
-
-
-def _honoured(encoder: ChatEncoder, messages: Messages, options: Mapping[str, Any]) -> ChatPrompt:
-    prompt = encoder.prepare(messages, **options)
-    strict = [tool.name for tool in prompt.conversation.tools if tool.strict]
-    if strict:
-        raise InputError(
-            f"strict=true promises arguments that follow the schema ({strict}), and arguments of "
-            "tools are not constrained yet: leave strict out"
-        )
-    if prompt.conversation.thinking_mode and prompt.conversation.tool_choice == "required":
-        raise InputError(
-            f"tool_choice={options['tool_choice']!r} begins the answer with a tool call, which "
-            "leaves no place for thinking: give thinking=False"
-        )
-    return prompt
 
 
 def _as_list(conversations: Conversations) -> list[Any]:

@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": "Talk to a model, or answer one message from a pipe.",
     "serve": "Answer OpenAI's and Anthropic's protocols over HTTP.",
     "bench": "Speed against the number of requests that run together, as table, JSON and PNG.",
+    "bench mask": "What grammars cost on the host: time to the first mask, and between masks.",
     "render": "The prompt that a conversation becomes, as text or as token ids.",
     "tokenize": "Token ids of a text, and back.",
     "inspect": "Parts, shapes and bytes of a checkpoint or of a config alone.",

@@ -94,6 +94,13 @@ def serve(
         float,
         typer.Option(envvar=_env("drain_seconds"), help="For running requests after SIGTERM."),
     ] = 30.0,
+    tool_grammar: Annotated[
+        str,
+        typer.Option(
+            metavar="WHICH",
+            help="Calls that are held to a grammar: strict (and required ones), or auto (all).",
+        ),
+    ] = "strict",
     deepseek_api_parity: Annotated[
         bool,
         typer.Option(
@@ -133,6 +140,7 @@ def serve(
         deadline_s=deadline_s,
         stream_stall_timeout_s=stream_stall_timeout_s,
         drain_seconds=drain_seconds,
+        tool_grammar=tool_grammar,
         deepseek_api_parity=deepseek_api_parity,
     )
     runtime = replace(runtime_config(fields), warm_grammars=True)

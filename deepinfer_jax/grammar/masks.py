@@ -45,7 +45,9 @@ def fill_masks(
     """Returns one row for the next token of every matcher and one for each of its drafts.
 
     A row behind a draft that is not in the grammar, or behind the end, allows everything: the row
-    before it never chooses that draft, so it is never reached. The threads of `executor` share the
+    before it never chooses that draft, so it is never reached. Drafts are walked along on a copy:
+    llguidance 1.9.1 does not always come back to the same state once it has made a mask behind
+    them, so what has taken a draft never takes a token again. The threads of `executor` share the
     work, and the interpreter is free meanwhile.
 
     Args:
@@ -64,24 +66,25 @@ def fill_masks(
     words = np.full((starts[-1], width), ALL, np.int32)
     place = np.zeros(len(words), np.int32)
     forced = np.full((len(words), drafts), -1, np.int32)
-    bound: list[tuple[Matcher, int, int, BoundRows]] = []
+    bound: list[tuple[Matcher, int, int, BoundRows, llguidance.LLMatcher]] = []
     lone, drafted = [], []  # rows of a token alone, and rows along drafts
     for (first, matcher), start, stop in zip(wanted, starts[:-1], starts[1:], strict=True):
         place[start:stop] = first + np.arange(stop - start)
         rows = matcher.fill_free(words[start:stop])
         if rows is not None:
             row = int(start) + rows.first
-            bound.append((matcher, row, int(stop), rows))
+            walker = rows.matcher.deep_copy() if rows.drafts else rows.matcher
+            bound.append((matcher, row, int(stop), rows, walker))
             if rows.drafts:
-                drafted.append((rows.matcher, row, list(rows.drafts)))
+                drafted.append((walker, row, list(rows.drafts)))
             else:
-                lone.append((rows.matcher, row))
+                lone.append((walker, row))
     if lone:
         fill_next_token_bitmask_par(executor, lone, words)
     if drafted:
         fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, words)
-    for matcher, row, stop, rows in bound:
-        if rows.matcher.is_error():
+    for matcher, row, stop, rows, walker in bound:
+        if walker.is_error():
             matcher.refill(rows, words[row:stop])
         words[row:stop] &= matcher.vocabulary.allowed
         if drafts:

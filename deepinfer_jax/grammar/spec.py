@@ -4,12 +4,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, get_args
 
 from deepinfer_jax.errors import GrammarError
 
 Kind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "tool_calls"]
 Whitespace = Literal["flexible", "compact"]
+#: Where tool calls may come: the prompt has opened their block, the answer is calls alone, or it is
+#: text, calls, or text and then calls.
+Begin = Literal["opened", "required", "auto"]
 
 #: Most bytes of each kind's text, checked before anything reads it (io.md 2.4).
 MAX_BYTES: dict[str, int] = {
@@ -157,22 +160,33 @@ class Grammar:
         cls,
         tools: Sequence[Mapping[str, Any]],
         *,
-        is_opened: bool,
+        begin: Begin,
+        is_single: bool = False,
         start_after: str | None = None,
     ) -> "Grammar":
         """Returns the grammar of calls of these tools, in the model's own format.
 
+        A call has parameters that the tool declares, in their order, and all that are required.
+
         Args:
-            tools: each with name and parameters, a JSON schema of an object.
-            is_opened: the prompt has opened the block of calls, as `tool_choice="required"` does;
-                otherwise text may come before the calls or instead of them.
+            tools: each with name, parameters (a JSON schema of an object), and perhaps strict:
+                True (also if absent) refuses keywords that cannot be enforced, False drops them.
+            begin: `Begin`.
+            is_single: one call at most.
             start_after: as of the other grammars.
 
         Raises:
             GrammarError: a tool has no name or no such schema.
         """
-        kept = [{"name": one.get("name"), "parameters": one.get("parameters")} for one in tools]
-        text = _dump("tool_calls", {"is_opened": is_opened, "tools": kept})
+        kept = [
+            {
+                "name": one.get("name"),
+                "parameters": one.get("parameters"),
+                "strict": one.get("strict", True),
+            }
+            for one in tools
+        ]
+        text = _dump("tool_calls", {"begin": begin, "is_single": is_single, "tools": kept})
         return cls(kind="tool_calls", text=text, start_after=start_after)
 
     @classmethod
@@ -292,12 +306,15 @@ def _check_tools(text: str) -> None:
     tools = found.get("tools") if isinstance(found, dict) else None
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise GrammarError(f"tool_calls takes 1..{MAX_TOOLS} tools, got {text:.80}")
-    if not isinstance(found.get("is_opened"), bool):
-        raise GrammarError(f"is_opened must be True or False, got {found.get('is_opened')!r}")
+    if found.get("begin") not in get_args(Begin):
+        raise GrammarError(f"begin is one of {get_args(Begin)}, got {found.get('begin')!r}")
+    for flag in (found.get("is_single"), *(tool.get("strict") for tool in tools)):
+        if not isinstance(flag, bool):
+            raise GrammarError(f"is_single and strict must be True or False, got {flag!r}")
     for tool in tools:
         name, schema = tool.get("name"), tool.get("parameters")
-        if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_-]+", name):
-            raise GrammarError(f"a tool's name is of letters, digits, _ and -, got {name!r}")
+        if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_:-]+", name):
+            raise GrammarError(f"a tool's name is of letters, digits, _, - and :, got {name!r}")
         if not isinstance(schema, dict):
             raise GrammarError(f"tool {name!r} needs parameters, a JSON schema; got {schema!r:.80}")
         _check_schema(_dump("tool_calls", schema))

@@ -12,7 +12,7 @@ from deepinfer_jax.errors import GrammarError
 from deepinfer_jax.grammar.gate import Gate
 from deepinfer_jax.grammar.matcher import Matcher
 from deepinfer_jax.grammar.spec import Grammar
-from deepinfer_jax.grammar.tools import MARKER, tool_lark
+from deepinfer_jax.grammar.tools import MARKER, parameter_schemas, tool_lark
 from deepinfer_jax.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def _inner_grammar(grammar: Grammar, vocabulary: Vocabulary) -> str:
     if grammar.kind == "tool_calls":
         found = json.loads(grammar.text)
         marker = vocabulary.token(MARKER)
-        lark = tool_lark(found["tools"], marker=marker, is_opened=found["is_opened"])
+        begin, is_single = found["begin"], found["is_single"]
+        lark = tool_lark(found["tools"], marker=marker, begin=begin, is_single=is_single)
         return matcher.grammar_from_lark(lark)
     if grammar.kind == "choice":
         choices = " | ".join(json.dumps(one) for one in json.loads(grammar.text))
@@ -156,6 +157,9 @@ def _as_lark(text: str) -> str:
 def _explain(grammar: Grammar, message: str) -> str:
     """Returns an error text with the place in the schema of what it names."""
     message = message.strip()
+    if grammar.kind == "tool_calls":
+        # Below its first line is the grammar that was made of the tools.
+        return f"tools: {message.splitlines()[0]}{_refused_parameter(grammar)}"
     if grammar.kind != "json_schema":
         return f"{grammar.kind}: {message}"
     named = set(re.findall(r"[\"']([^\"']+)[\"']", message))
@@ -169,6 +173,19 @@ def _explain(grammar: Grammar, message: str) -> str:
     where = f" (at {', '.join(found[:5])})" if found else ""
     hint = "; Grammar.json_schema(..., strict=False) drops it" if "Unimplemented" in message else ""
     return f"json_schema: {message}{where}{hint}"
+
+
+def _refused_parameter(grammar: Grammar) -> str:
+    """Returns the place of the first parameter that llguidance does not take by itself."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher
+    for tool in json.loads(grammar.text)["tools"]:
+        for key, schema in parameter_schemas(tool):
+            text = matcher.grammar_from_json_schema(json.dumps(schema))
+            if matcher.validate_grammar(text):
+                return f" (at tool {tool['name']!r}, /properties/{key})"
+    return ""
 
 
 def _places(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:

@@ -1,8 +1,9 @@
 """Lines of a job: input lines to requests, finished requests to output lines.
 
 An input line is a JSON object with one of `prompt` (text), `token_ids` and `messages` (with the
-other fields of a Chat Completions prompt beside it), an optional `id`, and fields of
-`SamplingParams`. Blank lines are skipped; line numbers count from 1 and include them.
+other fields of a Chat Completions prompt beside it), an optional `id`, fields of `SamplingParams`,
+and a constraint under one of the names that the server takes (`grammar.aliases`). Blank lines are
+skipped; line numbers count from 1 and include them.
 """
 
 import hashlib
@@ -17,9 +18,10 @@ import numpy as np
 
 from deepinfer_jax.chat.encode import ChatPrompt
 from deepinfer_jax.chat.request import prompt_arguments
-from deepinfer_jax.chat.session import prepare_chat, read_chat
+from deepinfer_jax.chat.session import prepare_answer, read_chat
 from deepinfer_jax.engine.output import Completion, RequestOutput, TopLogprobs
 from deepinfer_jax.errors import DeepInferError, InputError
+from deepinfer_jax.grammar.aliases import ALIASES, read_constraint
 from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.llm import LLM
 from deepinfer_jax.sampling.params import SamplingParams
@@ -88,16 +90,21 @@ def parse_line(
     try:
         fields = _read_object(line.text)
         name = _take_name(fields)
-        chat, ids = _take_prompt(llm, fields, bos)
+        kind, prompt = _take_prompt(fields)
+        names = _CHAT_OPTIONS if kind == "messages" else ()
+        options = {name: fields.pop(name) for name in names if name in fields}
         if is_fixed and fields:
             raise InputError(f"these lines take no sampling parameters, got {sorted(fields)}")
         assert params.seed is not None
-        asked = params_from_json(fields, replace(params, seed=line_seed(params.seed, line.number)))
-        stop = asked.stop
-        if chat is not None:
-            if asked.n > 1:
-                raise InputError(f"messages are answered once, got n={asked.n}: leave n at 1")
-            asked = replace(asked, stop=())
+        asked = _asked(fields, replace(params, seed=line_seed(params.seed, line.number)))
+        stop, chat = asked.stop, None
+        if kind == "messages":
+            chat, asked = _conversation(llm, prompt, options, asked)
+            ids = list(chat.token_ids)
+            if is_fixed and asked.grammar is not None:
+                raise InputError("these lines have no answer that a format or tool could bind")
+        else:
+            ids = _prompt_ids(llm, kind, prompt, bos)
         llm.engine.check(ids, asked, f"of line {line.number}")
     except DeepInferError as error:
         return _head(line, name) | {"error": _describe(error)}
@@ -184,6 +191,8 @@ def describe_output(output: RequestOutput) -> Record:
         record |= completions[0]
     else:
         record["outputs"] = completions
+    if output.warnings:
+        record["warnings"] = list(output.warnings)
     if output.prompt_logprobs is not None:
         assert output.prompt_top_logprobs is not None
         record["prompt_logprobs"] = _numbers(output.prompt_logprobs)
@@ -249,27 +258,48 @@ def _take_name(fields: dict[str, Any]) -> str | int | None:
     return name
 
 
-def _take_prompt(
-    llm: LLM, fields: dict[str, Any], bos: bool
-) -> tuple[ChatPrompt | None, list[int]]:
+def _take_prompt(fields: dict[str, Any]) -> tuple[str, Any]:
     given = [name for name in _PROMPTS if name in fields]
     if len(given) != 1:
         raise InputError(f"a line has exactly one of {', '.join(_PROMPTS)}; got {given or 'none'}")
-    value = fields.pop(given[0])
-    if given == ["messages"]:
-        if not isinstance(value, list):
-            raise InputError(f"messages must be a list, got a {type(value).__name__}")
-        body = {name: fields.pop(name) for name in _CHAT_OPTIONS if name in fields}
-        options = prompt_arguments(body | {"messages": value})
-        prompt = prepare_chat(llm.chat_encoder, options.pop("messages"), options)
-        return prompt, list(prompt.token_ids)
-    if given == ["prompt"]:
+    return given[0], fields.pop(given[0])
+
+
+def _asked(fields: dict[str, Any], usual: SamplingParams) -> SamplingParams:
+    """Returns the parameters of a line, whatever name its constraint has."""
+    constraint = read_constraint(fields)
+    if constraint is not None and fields.get("grammar") is not None:
+        raise InputError("grammar and another constraint both bind the text: give one")
+    rest = {name: value for name, value in fields.items() if name not in (*ALIASES, "strict")}
+    asked = params_from_json(rest, usual)
+    return asked if constraint is None else replace(asked, grammar=constraint)
+
+
+def _conversation(
+    llm: LLM, messages: Any, options: dict[str, Any], asked: SamplingParams
+) -> tuple[ChatPrompt, SamplingParams]:
+    if not isinstance(messages, list):
+        raise InputError(f"messages must be a list, got a {type(messages).__name__}")
+    if asked.n > 1:
+        raise InputError(f"messages are answered once, got n={asked.n}: leave n at 1")
+    arguments = prompt_arguments(options | {"messages": messages})
+    chat, asked = prepare_answer(llm.chat_encoder, arguments.pop("messages"), asked, arguments)
+    if chat.images:
+        raise InputError(
+            f"messages must be text here, got {len(chat.images)} images: ask one conversation at "
+            "a time with `chat`"
+        )
+    return chat, replace(asked, stop=())
+
+
+def _prompt_ids(llm: LLM, kind: str, value: Any, bos: bool) -> list[int]:
+    if kind == "prompt":
         if not isinstance(value, str):
             raise InputError(f"prompt must be a text, got a {type(value).__name__}")
-        return None, [llm.model.config.bos_token_id] * bos + llm.encode(value)
+        return [llm.model.config.bos_token_id] * bos + llm.encode(value)
     if not isinstance(value, list) or any(type(token) is not int for token in value):
         raise InputError("token_ids must be a list of integers")
     too_large = [token for token in value if abs(token) >= 2**31]
     if too_large:
         raise InputError(f"token_ids must be ids of the vocabulary, got {too_large[:3]}")
-    return None, value
+    return value

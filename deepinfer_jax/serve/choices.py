@@ -8,6 +8,7 @@ import orjson
 from deepinfer_jax.chat.encode import ChatEncoder
 from deepinfer_jax.chat.tokenizer import import_recipe
 from deepinfer_jax.engine.output import FinishReason, TopLogprobs
+from deepinfer_jax.serve.protocols import RESPONSES
 from deepinfer_jax.serve.tasks import ChatTask
 
 Chunk = tuple[str | None, dict[str, Any]]  # (name of the event, its data)
@@ -33,6 +34,9 @@ class ChoiceReader:
             encoder.recipe_tokenizer,
         )
         self._has_logprobs = task.converted.request.inference_options.logprobs
+        # Recipe repeats the request in the answer, but for this.
+        is_single = task.is_single and task.protocol is RESPONSES
+        self._said = {"parallel_tool_calls": False} if is_single else {}
         self.token_ids: list[int] = []
         self.is_finished = False
 
@@ -85,12 +89,15 @@ class ChoiceReader:
 
     def response(self) -> dict[str, Any]:
         """Returns the answer so far as the protocol's response."""
-        return orjson.loads(self._response.to_json())
+        return orjson.loads(self._response.to_json()) | self._said
 
     def _take(self, chunks: list[Any]) -> list[Chunk]:
         taken = []
         for chunk in chunks:
-            taken.append((self._kind.sse_event_name(chunk), orjson.loads(chunk.to_json())))
+            data = orjson.loads(chunk.to_json())
+            if "response" in data:
+                data["response"] |= self._said
+            taken.append((self._kind.sse_event_name(chunk), data))
             self._response.accumulate(chunk)  # consumes the chunk
         return taken
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deepinfer_jax.grammar.aliases import read_constraint
 from deepinfer_jax.sampling.params import SamplingParams
-from deepinfer_jax.serve.constraints import read_constraint
 from deepinfer_jax.serve.errors import ApiError, bad_field
 from deepinfer_jax.serve.fields import COMPLETIONS, as_texts, checked, sampling_params
 from deepinfer_jax.serve.service import Service

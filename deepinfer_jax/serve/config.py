@@ -27,6 +27,8 @@ class ServerConfig:
     stream_stall_timeout_s: how long a client may leave a stream unread. heartbeat_s: between signs
     of life on a silent stream. request_timeout_s: for a client to send a whole request.
     drain_seconds: how long running requests may go on after SIGTERM.
+    tool_grammar: which calls of tools are held to a grammar: "strict", those of bodies that promise
+    something about them (a strict tool, a required call, one call at most), or "auto", all.
     deepseek_api_parity: temperature and top_p as DeepSeek's own API treats them (1.0 with thinking,
     top_p always 1.0) instead of as the client asks.
 
@@ -53,6 +55,7 @@ class ServerConfig:
     heartbeat_s: float = 15.0
     request_timeout_s: float = 60.0
     drain_seconds: float = 30.0
+    tool_grammar: str = "strict"
     deepseek_api_parity: bool = False
 
     def __post_init__(self) -> None:
@@ -100,6 +103,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "heartbeat_s": _SECONDS,
     "request_timeout_s": _SECONDS,
     "image_timeout_s": _SECONDS,
+    "tool_grammar": (lambda v: v in ("strict", "auto"), '"strict" or "auto"'),
     "drain_seconds": (_number(0.0), "a number of seconds >= 0"),
     **{
         name: (lambda v: isinstance(v, bool), "True or False")

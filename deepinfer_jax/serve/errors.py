@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from deepinfer_jax.errors import DeepInferError, InputError, TokenizerError
+from deepinfer_jax.grammar.aliases import ConstraintError
 
 #: Status -> (OpenAI's type, Anthropic's type).
 _TYPES = {
@@ -71,6 +72,8 @@ def as_api_error(error: BaseException) -> ApiError:
     """Returns the answer to an error of this package: 400 for the client's, 500 for the rest."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ConstraintError):
+        return ApiError(400, str(error), param=error.field)
     if isinstance(error, InputError | TokenizerError):
         message = str(error)
         found = _FIELD.match(message)

@@ -78,7 +78,7 @@ SAMPLING: dict[str, Rule] = {
     "allowed_token_ids": IDS,
     "bad_words": TEXTS,
 }
-#: What else every protocol takes. Constraints: serve/constraints.py.
+#: What else every protocol takes. Constraints: grammar/aliases.py.
 COMMON: dict[str, Rule] = {
     **SAMPLING,
     "model": TEXT,
@@ -107,7 +107,7 @@ _NOT_STORED = _only(False, "nothing is stored here")
 _SPEECH = {
     "safety_identifier": TEXT,
     "prompt_cache_key": TEXT,
-    "parallel_tool_calls": _only(True, "the model decides how many tools it calls"),
+    "parallel_tool_calls": BOOLEAN,
     "store": _NOT_STORED,
     "reasoning_effort": TEXT,
 }

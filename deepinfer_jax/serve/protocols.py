@@ -83,16 +83,20 @@ def options_for(
 
 
 def convert(
-    protocol: Protocol, given: dict[str, Any], options: "deepseek_recipe.ConversionOptions"
+    protocol: Protocol,
+    given: dict[str, Any],
+    options: "deepseek_recipe.ConversionOptions",
+    said: dict[str, Any] | None = None,
 ) -> Converted:
-    """Returns the conversation of checked fields.
+    """Returns the conversation of checked fields. said: what the answer repeats of the body, if not
+    these fields.
 
     Raises:
         ApiError: 400; the field at fault is named.
     """
     body = _for_recipe(protocol, given)
     try:
-        return _convert(protocol, body, options)
+        return _convert(protocol, body, options, _for_recipe(protocol, said or given))
     except _recipe_errors() as error:
         text, status = _describe(error)
         place = _place(protocol, body, options, text)
@@ -101,7 +105,10 @@ def convert(
 
 
 def _convert(
-    protocol: Protocol, body: dict[str, Any], options: "deepseek_recipe.ConversionOptions"
+    protocol: Protocol,
+    body: dict[str, Any],
+    options: "deepseek_recipe.ConversionOptions",
+    said: dict[str, Any],
 ) -> Converted:
     kind = getattr(import_recipe(), f"{protocol.classes}Request")
     request = kind(body)
@@ -111,7 +118,7 @@ def _convert(
             request=converted,
             generator=lambda id, model: kind.chunk_generator(converted, id, model),
         )
-    echo, names = request.echo(), request.namespace_tool_map(options)
+    echo, names = kind(said).echo(), request.namespace_tool_map(options)
     converted = request.convert(options)
 
     def generator(id: str, model: str) -> Any:
@@ -136,10 +143,6 @@ def _for_recipe(protocol: Protocol, given: dict[str, Any]) -> dict[str, Any]:
         config = body.get("output_config", {})
         if "format" in config:  # recipe would drop it
             body["output_config"] = {k: v for k, v in config.items() if k != "format"}
-        choice = body.get("tool_choice", {}).get("type")
-        if choice in ("any", "tool"):  # recipe would take it for auto
-            advice = "a call can be required in /v1/chat/completions"
-            raise bad_field("tool_choice.type", "auto or none here", choice, advice)
     return body
 
 
@@ -165,7 +168,7 @@ def _place(
 
     def says(changed: dict[str, Any]) -> str:
         try:
-            _convert(protocol, changed, options)
+            _convert(protocol, changed, options, changed)
         except _recipe_errors() as error:
             return _describe(error)[0]
         return ""

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from deepinfer_jax.async_llm import AsyncLLM
 from deepinfer_jax.async_llm.call import Admitted, Event, Grown, RequestStream
+from deepinfer_jax.engine.output import RequestOutput
 from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.record.recorder import Recorder
 from deepinfer_jax.record.run_record import json_hash
 from deepinfer_jax.sampling.params import SamplingParams
@@ -50,6 +52,7 @@ class Service:
             names=self.names,
             max_len=self.llm.max_len,
             parity=self.config.deepseek_api_parity,
+            binds_calls=self.config.tool_grammar == "auto",
             deadline_s=self.config.deadline_s,
             rules=ImageRules(
                 most=self.config.max_images,
@@ -88,9 +91,21 @@ class Service:
     async def warm_up(self) -> None:
         """Makes the engine, which compiles everything it can need."""
         await self.llm.stats()
+        if self.llm.runtime.warm_grammars and self.llm.model.tokenizer is not None:
+            await self._warm_grammars()
         # What is slow the first time, too.
         await asyncio.to_thread(lambda: (self.reader.encoder.recipe_tokenizer, self.fingerprint))
         self._is_warm = True
+
+    async def _warm_grammars(self) -> None:
+        """Runs a constrained request: the first one reads the vocabulary, which takes a second."""
+        params = SamplingParams(temperature=0, max_tokens=1, grammar=Grammar.choice(["a"]))
+        stream = self.llm.submit([self.llm.model.config.bos_token_id], params, request_id="warm-up")
+        try:
+            while not any(isinstance(event, RequestOutput) for event in await stream.read()):
+                pass
+        finally:
+            stream.close()
 
     async def stats(self) -> EngineStats | None:
         """Returns the engine's counters; None if it does not answer soon or has failed."""

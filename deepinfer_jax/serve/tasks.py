@@ -9,13 +9,15 @@ from uuid import uuid4
 from deepinfer_jax.chat.encode import ChatEncoder
 from deepinfer_jax.chat.session import answer_start
 from deepinfer_jax.chat.tokenizer import import_recipe
+from deepinfer_jax.grammar.aliases import read_constraint
+from deepinfer_jax.grammar.spec import Grammar
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import fresh_seed
-from deepinfer_jax.serve.constraints import read_constraint
 from deepinfer_jax.serve.errors import ApiError, bad_field
 from deepinfer_jax.serve.fields import checked, sampling_params
 from deepinfer_jax.serve.images import ImageRules, read_images
-from deepinfer_jax.serve.protocols import CHAT, MESSAGES, Converted, Protocol, convert
+from deepinfer_jax.serve.protocols import CHAT, MESSAGES, Converted, Protocol
+from deepinfer_jax.serve.tools import Calls, convert_calls
 from deepinfer_jax.vision.image import ImageInput
 from deepinfer_jax.vision.prompt import expand_images
 
@@ -40,8 +42,8 @@ class ChatTask:
 
     id, model: as the response names them. converted: recipe's reading of the body. token_ids: with
     one image token for each of `images`; prompt_ids: with one for each of their rows. params: with
-    the seed in use and without stop strings, which recipe's parser looks for. warnings: what was
-    accepted and is not enforced.
+    the seed in use and without stop strings, which recipe's parser looks for. is_single: it
+    asked for one call of a tool at most. warnings: what was accepted and is not enforced.
     """
 
     protocol: Protocol
@@ -53,6 +55,7 @@ class ChatTask:
     images: tuple[ImageInput, ...]
     params: SamplingParams
     is_stream: bool
+    is_single: bool
     extras: Extras
     warnings: tuple[str, ...]
 
@@ -61,7 +64,8 @@ class ChatTask:
 class Reader:
     """What bodies are read with. names: of the model. max_len: longest sequence.
 
-    parity: sampling as DeepSeek's API does it. rules: of images; gate: lets few be decoded at a
+    parity: sampling as DeepSeek's API does it. binds_calls: hold every call of a tool to a grammar.
+    rules: of images; gate: lets few be decoded at a
     time (half a gigabyte each, at most).
     """
 
@@ -70,6 +74,7 @@ class Reader:
     names: tuple[str, ...]
     max_len: int
     parity: bool = False
+    binds_calls: bool = False
     deadline_s: float | None = None
     rules: ImageRules = field(default_factory=ImageRules)
     gate: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(_DECODERS))
@@ -81,8 +86,7 @@ class Reader:
             ApiError: 404 unknown model, 400 anything else; the field is named.
         """
         given = self.fields(body, protocol)
-        converted = convert(protocol, given, self.options)
-        _check_strict(converted)
+        converted, calls = convert_calls(protocol, given, self.options)
         token_ids, images = self._prompt(converted)
         prompt_ids, _ = expand_images(token_ids, images, self.encoder.config)
         return ChatTask(
@@ -93,15 +97,16 @@ class Reader:
             token_ids=token_ids,
             prompt_ids=prompt_ids,
             images=images,
-            params=self._params(given, converted, len(prompt_ids)),
+            params=self._params(given, converted, calls, len(prompt_ids)),
             is_stream=given.get("stream", False),
+            is_single=calls.is_single,
             extras=extras(given),
             warnings=_warnings(protocol, given),
         )
 
     def chat_ids(self, protocol: Protocol, body: Mapping[str, Any]) -> list[int]:
         """Returns the prompt's token ids of a body, one for every row; errors as `chat_task`."""
-        converted = convert(protocol, self.fields(body, protocol), self.options)
+        converted, _ = convert_calls(protocol, self.fields(body, protocol), self.options)
         return expand_images(*self._prompt(converted), self.encoder.config)[0]
 
     def _prompt(self, converted: Converted) -> tuple[list[int], tuple[ImageInput, ...]]:
@@ -131,7 +136,9 @@ class Reader:
                 code="model_not_found",
             )
 
-    def _params(self, given: dict[str, Any], converted: Converted, prompt: int) -> SamplingParams:
+    def _params(
+        self, given: dict[str, Any], converted: Converted, calls: Calls, prompt: int
+    ) -> SamplingParams:
         recipe, request = import_recipe(), converted.request
         asked = request.inference_options
         try:
@@ -156,11 +163,23 @@ class Reader:
             known["n"] = given["n"]
         if asked.logprobs:
             known["logprobs"] = asked.top_logprobs or 0
-        known["grammar"] = self._grammar(given, converted)
+        known["grammar"] = self._grammar(given, converted, calls)
         return sampling_params(fields, **known)
 
-    def _grammar(self, given: dict[str, Any], converted: Converted) -> Any:
-        return read_constraint(given, answer_start(self.encoder, converted.conversation))
+    def _grammar(self, given: dict[str, Any], converted: Converted, calls: Calls) -> Grammar | None:
+        """Returns what binds the answer behind its reasoning."""
+        constraint = read_constraint(given)
+        if constraint is not None and calls.is_promised:
+            raise ApiError(
+                400,
+                "tools that are strict or required and another constraint each bind the whole "
+                "answer: give one",
+                param="tools",
+            )
+        found = constraint or calls.grammar(is_always=self.binds_calls)
+        if found is None or found.trigger:
+            return found
+        return found.after(answer_start(self.encoder, converted.conversation))
 
 
 def drawn_seed() -> int:
@@ -185,17 +204,6 @@ def request_name(given: Mapping[str, Any], prefix: str) -> str:
 def extras(given: Mapping[str, Any]) -> Extras:
     """Returns which of our own fields a response is to have."""
     return Extras(record=given.get("record", False), token_ids=given.get("return_token_ids", False))
-
-
-def _check_strict(converted: Converted) -> None:
-    strict = [tool.name for tool in converted.conversation.tools if tool.strict]
-    if strict:
-        raise ApiError(
-            400,
-            f"tools must not be strict yet, {strict} are: arguments are not constrained to their "
-            "schema. Leave strict out",
-            param="tools",
-        )
 
 
 def _warnings(protocol: Protocol, given: Mapping[str, Any]) -> tuple[str, ...]:

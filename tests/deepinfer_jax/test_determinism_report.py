@@ -66,9 +66,23 @@ def test_batch_on_a_gpu_is_built_to_hold_and_says_whether_that_is_proven(monkeyp
         device_kind="A 1",
     )
     held_here = {name for name, (is_held, _) in found.items() if is_held}
-    assert held_here == {*PROMISES} - {"D3"}
+    assert held_here == {*PROMISES} - {"D3", "D5"}
+    assert "not proven on several GPUs" in found["D5"][1]
     assert "figures.jsonl" in found["D1"][1]
     assert "bounded" in found["D3"][1]
+
+
+def test_batch_refuses_context_parallelism_on_gpus_alone(monkeypatch):
+    one = jax.devices()[:1] * 2
+    meshes = {axis: build_mesh({axis: 2}, np.asarray(one)) for axis in ("dp", "cp")}
+    split = replace(BATCH, mesh=meshes["cp"])
+    assert held(split) == {*PROMISES}
+    assert held(split, platform="gpu", xla_flags=PINNED) == set()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", PINNED)
+    require_level(replace(BATCH, mesh=meshes["dp"]))
+    with pytest.raises(di.ConfigError, match=r"D0.*cp=2 splits the rows.*use dp or er"):
+        require_level(split)
 
 
 def test_batch_on_a_gpu_needs_pinned_kernels_and_no_proof(monkeypatch):

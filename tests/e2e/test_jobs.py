@@ -143,6 +143,14 @@ def test_bad_lines_are_answered_with_an_error_and_stop_nothing(llm, files):
         b'{"messages": "x"}': "must be a list",
         b'{"messages": [{"role": "user", "content": "x"}], "n": 2}': "answered once",
         b'{"messages": [{"role": "wizard"}]}': "role",
+        b'{"prompt": "a", "regex": "a", "ebnf": "root ::= a"}': "one constraint at most",
+        b'{"prompt": "a", "guided_json": 5}': "guided_json must be",
+        b'{"prompt": "a", "guided_json": {}, "strict": 1}': "strict must be",
+        b'{"prompt": "a", "regex": "a", "grammar": {"kind": "regex", "text": "a"}}': "give one",
+        b'{"prompt": "a", "response_format": {"type": "json_object"}}': "response_format",
+        b'{"messages": [{"role": "user", "content": "json"}], "regex": "a", "response_format":'
+        b' {"type": "json_object"}, "ignore_eos": false}': "give one",
+        b'{"messages": [{"role": "user", "content": "json"}], "tool_choice": "required"}': "tools",
         b'{"prompt": "%s"}' % (b"a" * 5000): "at most",
     }
     good = b'{"prompt": "a", "id": "good"}'
@@ -155,6 +163,49 @@ def test_bad_lines_are_answered_with_an_error_and_stop_nothing(llm, files):
         assert complaint in found[number]["error"]["message"], found[number]
     assert [n for n, record in found.items() if record["id"] == "good"] == [1, len(lines)]
     assert found[len(lines) - 1]["id"] == "named"
+
+
+FORM = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+def test_constraints_have_the_names_of_the_server(files):
+    source, target = files
+    runtime = di.RuntimeConfig(**RUNTIME | {"max_len": 1024, "max_tokens_per_step": 128})
+    llm = di.LLM(TINY, numerics="float32", runtime=runtime)
+    ask = {"messages": [{"role": "user", "content": "json"}], "max_tokens": 400}
+    ask |= {"thinking": {"type": "disabled"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": FORM}}]
+    given = [
+        {"prompt": "a", "structured_outputs": {"choice": ["red", "blue"]}},
+        {"prompt": "a", "guided_json": FORM, "max_tokens": 400},
+        {"token_ids": [5], "so_args": {"schema_type": "regex", "schema": "[ab]{3}"}},
+        ask | {"response_format": {"type": "json_schema",
+                                   "json_schema": {"name": "x", "schema": FORM}}},
+        ask | {"regex": "[0-9]{4}"},
+        ask | {"tools": tools, "tool_choice": "required"},
+        {"prompt": "a", "json_schema": FORM | {"if": {}}, "strict": False, "max_tokens": 400},
+    ]  # fmt: skip
+    write_lines(source, given)
+    params = di.SamplingParams(temperature=1.0, seed=5, max_tokens=20)
+    assert run_job(llm, source, target, params).failed == 0
+    found = {n: json.loads(text) for n, text in answers(target).items()}
+    reasons = {n: record["finish_reason"] for n, record in found.items()}
+    reasons.pop(6)  # random weights call again and again
+    assert set(reasons.values()) == {"stop"}, reasons
+    assert found[1]["text"] in ("red", "blue")
+    for number in (2, 4, 7):
+        assert json.loads(found[number]["text"])["n"] in (1, 2)
+    assert set(found[3]["text"]) <= set("ab")
+    assert found[5]["text"].isdigit()
+    (call, *_) = found[6]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["n"] in (1, 2)
+    assert "if" in found[7]["warnings"][0]
+    assert "warnings" not in found[2]
 
 
 def test_the_same_command_again_does_nothing_and_leaves_the_seed(llm, files):

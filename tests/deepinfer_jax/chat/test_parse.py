@@ -210,26 +210,37 @@ WORDS = [
 ]
 
 
+def random_answer(rng, encoder):
+    """Returns ids of reasoning, text and up to five calls, perhaps cut off, and stop strings."""
+    words = lambda n: "".join(rng.choices(WORDS, k=rng.randint(0, n)))  # noqa: E731
+    calls = []
+    for _ in range(rng.randint(0, 5)):
+        arguments = {"x": words(4), "n": rng.choice([1, [2], None])}
+        calls.append((rng.choice(["add", "get_weather"]), arguments if rng.random() < 0.8 else {}))
+    text = words(6) + "</think>" + words(6) + (dsml(*calls) if calls else "")
+    tokens = ids(encoder, text)
+    tokens = tokens[: rng.choice([len(tokens), rng.randint(0, len(tokens))])]
+    return tokens, rng.choice([(), ("stop",), ("op", "京")])
+
+
+def assert_cuts_change_nothing(encoder, conversation, tokens, stop, cuts):
+    """Reads ids at once, in chunks of 1..7, and in two parts at each of `cuts`."""
+    whole = collect(ChatParser(encoder, conversation, stop), [tokens], "stop")
+    for size in range(1, 8):
+        chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        assert collect(ChatParser(encoder, conversation, stop), chunks, "stop") == whole
+    for cut in cuts:
+        parts = [tokens[:cut], tokens[cut:]]
+        assert collect(ChatParser(encoder, conversation, stop), parts, "stop") == whole
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_deltas_add_up_to_the_whole_however_the_ids_are_cut(encoder, thinking, seed):
     rng = random.Random(seed)
-    words = lambda n: "".join(rng.choices(WORDS, k=rng.randint(0, n)))  # noqa: E731
-    calls = [
-        (rng.choice(["add", "get_weather"]), {"x": words(4), "n": rng.choice([1, [2], None])})
-        for _ in range(rng.randint(0, 4))
-    ]
-    text = words(6) + "</think>" + words(6) + (dsml(*calls) if calls else "")
-    tokens = ids(encoder, text)
-    tokens = tokens[: rng.choice([len(tokens), rng.randint(0, len(tokens))])]
-    stop = rng.choice([(), ("stop",), ("op", "京")])
-    whole = collect(ChatParser(encoder, thinking, stop), [tokens], "stop")
-    for size in range(1, 8):
-        chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-        assert collect(ChatParser(encoder, thinking, stop), chunks, "stop") == whole
+    tokens, stop = random_answer(rng, encoder)
     cut = rng.randint(0, len(tokens))
-    parts = [tokens[:cut], tokens[cut:]]
-    assert collect(ChatParser(encoder, thinking, stop), parts, "stop") == whole
+    assert_cuts_change_nothing(encoder, thinking, tokens, stop, [cut])
 
 
 def test_every_byte_value_of_the_vocabulary_can_be_pushed(encoder, plain):

@@ -103,21 +103,59 @@ def test_stop_string_ends_the_engines_stream(encoder, replay):
     assert replay.was_closed
 
 
+def tool(name, **more):
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
+
+
+def listed(*names, strict=()):
+    return [{"name": one, "parameters": SCHEMA, "strict": one in strict} for one in names]
+
+
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("choice", "strict", "thinking", "expected", "begin"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
-         r"\['a'\]\), and arguments of tools are not constrained"),
-        ({"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "required"},
-         "give thinking=False"),
+        ("auto", (), True, None, "auto"),
+        ("none", ("a",), True, None, "auto"),
+        ("auto", ("a",), True, ("a", "b"), "auto"),
+        ("auto", ("a",), False, ("a", "b"), "auto"),
+        ("required", (), False, ("a", "b"), "opened"),
+        ("required", ("b",), True, ("a", "b"), "required"),
+        ({"type": "function", "function": {"name": "b"}}, (), True, ("b",), "required"),
+        ({"type": "function", "function": {"name": "b"}}, ("b",), False, ("b",), "opened"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_honoured_is_refused_before_anything_runs(
-    options, complaint, encoder, replay
+)
+def test_calls_that_are_promised_are_bound(
+    encoder, replay, choice, strict, thinking, expected, begin
 ):
+    tools = [tool(name, strict=name in strict) for name in ("a", "b")]
+    options = {"tools": tools, "tool_choice": choice, "thinking": thinking}
     for start in (chat, stream_chat):
-        with pytest.raises(InputError, match=complaint):
-            start(replay, encoder, "hi", **options)
+        list(start(replay, encoder, "hi", **options))
+        grammar = None
+        if expected is not None:
+            grammar = di.Grammar.tool_calls(
+                listed(*expected, strict=strict), begin=begin,
+                start_after="</think>" if thinking else None,
+            )  # fmt: skip
+        assert replay.params[0].grammar == grammar
+    text = encoder.tokenizer.decode(replay.prompts[0], skip_special_tokens=False)
+    assert text.endswith("<think>" if thinking else " calls>\n" if begin == "opened" else "think>")
+    if expected is not None:
+        declared = [name for name in ("a", "b") if f'{{"name": "{name}"' in text]
+        assert declared == list(expected)
+
+
+def test_one_constraint_binds_an_answer(encoder, replay):
+    strict = {"tools": [tool("a", strict=True)]}
+    form = {"response_format": {"type": "json_object"}}
+    grammar = di.SamplingParams(grammar=di.Grammar.regex("a"))
+    for start in (chat, stream_chat):
+        for options, params in ((strict | form, None), (strict, grammar), (form, grammar)):
+            with pytest.raises(InputError, match="give one"):
+                start(replay, encoder, "say json", params, **options)
+        choice = {"type": "function", "function": {"name": "b"}}
+        with pytest.raises(InputError, match=r"function\.name must be one of a"):
+            start(replay, encoder, "hi", **strict, tool_choice=choice)
     assert replay.prompts == []
 
 
@@ -161,8 +199,6 @@ def test_response_format_binds_the_answer_behind_the_reasoning(encoder, replay):
 
 
 def test_images_go_with_their_conversation(encoder):
-    from deepinfer_jax.chat.session import prepare_chat
-
     pixels = np.zeros((20, 20, 3), np.uint8)
     seen = [{"role": "user", "content": [{"type": "image", "image": pixels}]}]
     llm = Replay(tuple(encoder.tokenizer.encode("a</think>b").ids))
@@ -174,5 +210,3 @@ def test_images_go_with_their_conversation(encoder):
     assert len(llm.images) == 1
     chat(llm, encoder, "no image", progress=False)
     assert llm.images == ()
-    with pytest.raises(di.InputError, match="must be text here, got 1 images"):
-        prepare_chat(encoder, seen, {})

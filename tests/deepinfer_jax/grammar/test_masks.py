@@ -119,6 +119,25 @@ def test_long_random_walks(vocabulary, template, grammar, seed):
     assert walk(vocabulary, template, grammar, seed=seed + 1, steps=1500) > 3000
 
 
+@pytest.mark.parametrize("head", ['{"a":"x","b":[1 ', '{"a":"x","b":[1 \n ', '{"a":"x","b":[1'])
+def test_drafts_leave_nothing_behind(vocabulary, template, tokenizer, head):
+    """llguidance 1.9.1 stays in the wrong state if it makes masks behind them and rolls back."""
+    compiled, gate = template(GRAMMARS[0])
+    ids = tokenizer.encode(head, add_special_tokens=False).ids
+    drafts, tokens = (
+        tokenizer.encode(text, add_special_tokens=False).ids for text in ("]\n", ",\n")
+    )
+    matcher, fresh = compiled.matcher(gate), compiled.matcher(gate)
+    matcher.accept(ids)
+    matcher.drafts = tuple(drafts)
+    fill_masks(EXECUTOR, vocabulary.width, [(0, matcher)])
+    matcher.accept(tokens)
+    matcher.drafts = ()
+    fresh.accept([*ids, *tokens])
+    rows = [fill_masks(EXECUTOR, vocabulary.width, [(0, one)]).words for one in (matcher, fresh)]
+    np.testing.assert_array_equal(*rows)
+
+
 def test_a_draft_of_the_end_is_not_fed_and_can_be_taken_back(vocabulary, template, tokenizer):
     compiled, gate = template(di.Grammar.choice(["ab"]))
     matcher = compiled.matcher(gate)

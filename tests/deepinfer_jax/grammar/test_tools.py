@@ -55,9 +55,9 @@ END = f"</{MARKER} calls>"
 OPEN = f"<{MARKER} calls>\n"
 
 
-def verdict(vocabulary, text: str, *, is_opened: bool) -> bool | None:
+def verdict(vocabulary, text: str, tools=TOOLS, **options) -> bool | None:
     """Returns True for a whole text, None for a beginning, False for neither; token by token."""
-    grammar = di.Grammar.tool_calls(TOOLS, is_opened=is_opened)
+    grammar = di.Grammar.tool_calls(tools, **options)
     matcher = compile_grammar(grammar, vocabulary).matcher(grammar_gate(grammar, vocabulary))
     try:
         matcher.accept(model().tokenizer.encode(text, add_special_tokens=False).ids)
@@ -68,10 +68,11 @@ def verdict(vocabulary, text: str, *, is_opened: bool) -> bool | None:
 
 @pytest.mark.parametrize("text", [WEATHER, WHOLE, call("ping"), WEATHER + call("ping") + WHOLE])
 def test_calls(vocabulary, text):
-    assert verdict(vocabulary, text + END, is_opened=True) is True
-    assert verdict(vocabulary, text, is_opened=True) is None
-    assert verdict(vocabulary, f"Let me look.\n\n{OPEN}{text}{END}", is_opened=False) is True
-    assert verdict(vocabulary, OPEN + text + END, is_opened=False) is True
+    assert verdict(vocabulary, text + END, begin="opened") is True
+    assert verdict(vocabulary, text, begin="opened") is None
+    assert verdict(vocabulary, f"Let me look.\n\n{OPEN}{text}{END}", begin="auto") is True
+    assert verdict(vocabulary, OPEN + text + END, begin="auto") is True
+    assert verdict(vocabulary, f"\n\n{OPEN}{text}{END}", begin="required") is True
 
 
 @pytest.mark.parametrize(
@@ -89,17 +90,17 @@ def test_calls(vocabulary, text):
     ],
 )
 def test_what_is_no_call(vocabulary, text):
-    assert verdict(vocabulary, text + END, is_opened=True) is False
+    assert verdict(vocabulary, text + END, begin="opened") is False
 
 
 def test_text_alone_and_nothing_behind_the_calls(vocabulary):
-    assert verdict(vocabulary, "just < text, </div> and more", is_opened=False) is True
-    assert verdict(vocabulary, f"a {OPEN}", is_opened=False) is None
-    assert verdict(vocabulary, f"{OPEN}{call('ping')}{END} more", is_opened=False) is False
+    assert verdict(vocabulary, "just < text, </div> and more", begin="auto") is True
+    assert verdict(vocabulary, f"a {OPEN}", begin="auto") is None
+    assert verdict(vocabulary, f"{OPEN}{call('ping')}{END} more", begin="auto") is False
 
 
 def test_only_the_token_itself_spells_the_marker(vocabulary):
-    tokenizer, grammar = model().tokenizer, di.Grammar.tool_calls(TOOLS, is_opened=True)
+    tokenizer, grammar = model().tokenizer, di.Grammar.tool_calls(TOOLS, begin="opened")
     marker, slash = tokenizer.token_to_id(MARKER), tokenizer.token_to_id("/")
     matcher = compile_grammar(grammar, vocabulary).matcher(grammar_gate(grammar, vocabulary))
     matcher.accept(tokenizer.encode(call("ping") + "<", add_special_tokens=False).ids)
@@ -116,20 +117,69 @@ def test_only_the_token_itself_spells_the_marker(vocabulary):
     assert row[bar // 32] >> (bar % 32) & 1, "but any text"
 
 
+def test_required_calls_come_at_once_and_single_ones_once(vocabulary):
+    for text in ("hi", OPEN + call("ping") + END, f"x\n\n{OPEN}"):
+        assert verdict(vocabulary, text, begin="required") is False
+    twice = call("ping") * 2
+    for begin, lead in (("opened", ""), ("required", "\n\n" + OPEN), ("auto", OPEN)):
+        assert verdict(vocabulary, lead + twice + END, begin=begin) is True
+        assert verdict(vocabulary, lead + twice + END, begin=begin, is_single=True) is False
+        whole = lead + call("ping") + END
+        assert verdict(vocabulary, whole, begin=begin, is_single=True) is True
+
+
+def tool(schema, **more):
+    """Returns a tool with one parameter."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]} | more
+    return {"name": "t", "parameters": parameters}
+
+
+CODE = {"type": "string", "pattern": "^[A-Z]{2}$"}
+
+
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    ("schema", "legal", "illegal"),
     [
-        ({"type": "string", "pattern": "a"}, "/properties/a/pattern cannot be enforced"),
-        ({"enum": ["a" + MARKER]}, "may not be empty nor hold"),
-        ({"enum": [""]}, "may not be empty"),
-        (5, "/properties/a: must be an object"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        (CODE, (False, '"AB"'), (False, '"Ab"')),
+        (CODE, (False, '"AB"'), (True, "AB")),
+        ({"type": "string", "minLength": 2}, (False, '"ab"'), (False, '"a"')),
+        ({"enum": ["a", MARKER]}, (False, '"a"'), (False, '"b"')),
+        ({"enum": ["", "b"]}, (False, '""'), (True, "b")),
+        ({"type": ["string", "null"]}, (False, "null"), (True, "a")),
+        ({"anyOf": [{"type": "integer"}, {"const": "x"}]}, (False, "7"), (False, '"y"')),
+        ({"type": "array", "items": {"enum": [1, 2]}}, (False, "[1, 2]"), (False, "[3]")),
+        ({"type": "integer"}, (False, "7"), (False, " " * 41 + "7")),
     ],
 )
-def test_parameters_that_cannot_be_enforced(vocabulary, schema, message):
-    tool = {"name": "t", "parameters": {"type": "object", "properties": {"a": schema}}}
+def test_parameters_that_only_json_can_be_held_to(vocabulary, schema, legal, illegal):
+    tools = [tool(schema)]
+    assert verdict(vocabulary, call("t", a=legal) + END, tools, begin="opened") is True
+    assert verdict(vocabulary, call("t", a=illegal) + END, tools, begin="opened") is False
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (tool(5), "/properties/a: must be an object"),
+        (tool({"type": "array", "uniqueItems": True}), "uniqueItems.*tool 't', /properties/a"),
+        (tool({"type": "string"}, minProperties=1), "tool 't': minProperties cannot be enforced"),
+        (tool({"type": "string"}, required=["b"]), "required names 'b'"),
+        (tool({"type": "string"}, anyOf=[{}]), "anyOf cannot be enforced"),
+    ],
+)
+def test_only_what_is_strict_must_be_enforced(vocabulary, bad, message):
     with pytest.raises(di.GrammarError, match=message):
-        compile_grammar(di.Grammar.tool_calls([tool], is_opened=True), vocabulary)
+        compile_grammar(di.Grammar.tool_calls([bad], begin="opened"), vocabulary)
+    free = [bad | {"strict": False}]
+    texts = call("t", a=(True, "x")), call("t", a=(False, "[1, 1]"))
+    assert True in [verdict(vocabulary, text + END, free, begin="opened") for text in texts]
+    assert verdict(vocabulary, call("u") + END, free, begin="opened") is False
+
+
+def test_a_parameter_that_cannot_be_written_is_refused(vocabulary):
+    bad = {"name": "t", "parameters": {"type": "object", "properties": {'"': {}}}, "strict": False}
+    with pytest.raises(di.GrammarError, match="no quotes"):
+        compile_grammar(di.Grammar.tool_calls([bad], begin="opened"), vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +189,17 @@ def test_parameters_that_cannot_be_enforced(vocabulary, schema, message):
         ([{"name": "a b", "parameters": {}}], "letters, digits"),
         ([{"name": "a"}], "needs parameters"),
         ([{"name": "a", "parameters": {"enum": list(range(5000))}}], "/enum has 5000"),
+        ([{"name": "a", "parameters": {}, "strict": 1}], "True or False, got 1"),
     ],
 )
 def test_tools_that_are_none(tools, message):
     with pytest.raises(di.GrammarError, match=message):
-        di.Grammar.tool_calls(tools, is_opened=True)
+        di.Grammar.tool_calls(tools, begin="opened")
+
+
+def test_a_begin_that_is_none():
+    with pytest.raises(di.GrammarError, match="begin is one of"):
+        di.Grammar(kind="tool_calls", text='{"begin": "never", "tools": [{}]}')
 
 
 def test_the_parser_reads_what_was_generated():
@@ -153,7 +209,7 @@ def test_the_parser_reads_what_was_generated():
         [{"role": "user", "content": "x"}], thinking=False, tools=tools, tool_choice="required"
     )
     ids = list(prompt.token_ids)[-60:]
-    grammar = di.Grammar.tool_calls(TOOLS, is_opened=True)
+    grammar = di.Grammar.tool_calls(TOOLS, begin="opened")
     engine, calls = make_engine(drafting()), 0
     # Random weights would never end the body of a text, nor the calls.
     tags = [model().tokenizer.token_to_id(text) for text in (MARKER, "<", "/")]

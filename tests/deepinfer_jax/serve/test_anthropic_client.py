@@ -1,5 +1,7 @@
 """The official `anthropic` client against a real server (H1, io.md 7 gate 11)."""
 
+import inspect
+
 import anthropic
 import pytest
 
@@ -76,8 +78,10 @@ def test_a_thinking_budget_is_said_to_be_no_limit(client):
 
 
 def test_output_format_constrains_the_answer(client):
-    form = {"format": {"type": "json_schema", "schema": WEATHER}}
-    found = send(client, output_config=form, thinking={"type": "disabled"}, max_tokens=150)
+    form = {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}}
+    if "output_config" not in inspect.signature(client.messages.create).parameters:
+        form = {"extra_body": form}  # a client of 2025
+    found = send(client, thinking={"type": "disabled"}, max_tokens=150, **form)
     assert found.content[0].text.startswith("{")
 
 
@@ -88,8 +92,9 @@ def test_output_format_constrains_the_answer(client):
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"max_tokens": 600}, anthropic.BadRequestError, "max_tokens"),
         ({"extra_body": {"temperature": 3}}, anthropic.BadRequestError, "temperature"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, anthropic.BadRequestError,
-         "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
+         anthropic.BadRequestError, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
         ({"extra_body": {"top_k": -5}}, anthropic.BadRequestError, "top_k"),
     ],
 )  # fmt: skip
