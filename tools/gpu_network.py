@@ -4,8 +4,9 @@
 
 Under the best kernels of every covered op that has a form for nano's sizes, level "batch", the
 optimised HLO must hold a custom call of each op and no product over the hidden width beside them
-(kernels.md 7, "real path"). Prints the counts; exits 1 if it does not hold. Part of
-`make test-gpu-compile`.
+(kernels.md 7, "real path"). XLA's own products at level "batch" must have the same shapes however
+many blocks of rows a program has, since XLA cuts K by them. Prints the counts; exits 1 if it does
+not hold. Part of `make test-gpu-compile`.
 """
 
 import re
@@ -29,6 +30,7 @@ from deepinfer_jax.model.cached import init_state
 from deepinfer_jax.model.kernel_layout import for_kernels
 from deepinfer_jax.model.step import Plan, logits, step
 from deepinfer_jax.numerics.selection import attention_widths
+from pallas_kernels.core import fixed
 from pallas_kernels.tables import ENTRIES, misfit
 
 ROWS = 2 * ROW_TILES["gpu"]
@@ -88,6 +90,27 @@ def products(program: str) -> list[tuple[int, ...]]:
     return found
 
 
+def block_products(blocks: int) -> Counter[tuple[str, ...]]:
+    """Returns the shapes of fixed-order products that share their rows, in so many blocks."""
+    rows, shape = ROW_TILES["gpu"], jax.ShapeDtypeStruct
+
+    def run(x, pairs, weights):  # noqa: ANN001
+        plain = [fixed.contract(x, w, rows) for w in weights]
+        grouped = x.reshape(-1, 4, x.shape[1] // 4)
+        plain += [fixed.contract_grouped(grouped, w.reshape(4, -1, 128), rows) for w in weights]
+        plain += [fixed.contract_pairs(grouped, p, rows) for p in pairs]
+        return [out * 2.0 for out in plain]
+
+    height = rows * blocks
+    weights = [shape((384, 512), jnp.bfloat16)] * 2
+    pairs = [shape((height, 64, 128), jnp.float32)] * 2
+    text = compile_for("sm_90", run, shape((height, 512), jnp.float32), pairs, weights)
+    shapes = dict(re.findall(r"%([\w.-]+) = (\w+\[[\d,]*\])", text))
+    shapes |= dict(re.findall(r"([\w.-]+): (\w+\[[\d,]*\])", text))
+    dots = re.findall(r"= (\w+\[[\d,]*\])[^=]*? dot\(%([\w.-]+), %([\w.-]+)\)", text)
+    return Counter((out, shapes[left], shapes[right]) for out, left, right in dots)
+
+
 def main() -> int:
     """Compiles, looks, prints; returns the exit status."""
     started = time.monotonic()
@@ -100,6 +123,10 @@ def main() -> int:
     library = re.findall(r'custom_call_target="(__cublas[^"]*|__triton_gemm[^"]*)"', program)
     faults += [f"a library product: {name}" for name in library]
     faults += [f"a product over the hidden width {width}: {one}" for one in left if width in one]
+    one, two = block_products(1), block_products(2)
+    print(f"gpu_network: {sum(one.values())} products of fixed order, of one block and of two")
+    if one != two or len(one) < 3:
+        faults.append(f"products differ with the blocks of rows: {one - two} and {two - one}")
     print("\n".join(f"FAULT gpu_network: {line}" for line in faults), end="\n" if faults else "")
     print(f"gpu_network: {time.monotonic() - started:.0f} s")
     return bool(faults)

@@ -3,7 +3,8 @@
 The same products, with K in one piece: a GPU waits for launches, and a loop over K or over small
 tiles has many. A block has `rows` rows, whatever the number of rows is; fewer are padded with
 zeros. Barriers keep what stands around a product out of it, so that a block alone and one among
-many are the same program.
+many are the same program. Rows and weights pass one together: XLA would join products of the same
+rows into a wider one, which it cannot where blocks are many, and cuts K by a product's width.
 """
 
 from collections.abc import Callable
@@ -23,11 +24,12 @@ def _by_blocks(
     """Returns fn(*blocks, *weights) for blocks of `rows` rows of the arrays [m, ...], joined."""
     count = arrays[0].shape[0]
     blocks = -(-count // rows)
-    weights = lax.optimization_barrier(tuple(dequantize(weight) for weight in weights))
+    weights = tuple(dequantize(weight) for weight in weights)
 
     def one(parts: tuple[jax.Array, ...]) -> jax.Array:
-        parts = lax.optimization_barrier(tuple(part.astype(jnp.float32) for part in parts))
-        return lax.optimization_barrier(fn(*parts, *weights))
+        parts = tuple(part.astype(jnp.float32) for part in parts)
+        given = lax.optimization_barrier((*parts, *weights))
+        return lax.optimization_barrier(fn(*given))
 
     def cut(a: jax.Array) -> jax.Array:
         padding = [(0, blocks * rows - count)] + [(0, 0)] * (a.ndim - 1)

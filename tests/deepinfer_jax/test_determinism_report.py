@@ -9,6 +9,7 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax import determinism
 from deepinfer_jax.determinism import PROMISES, promises, require_level
+from sharding.mesh import build_mesh
 from tests.golden.network import TINY, tiny_config
 
 BATCH = di.ExecutionConfig()
@@ -55,7 +56,7 @@ def test_batch_on_a_gpu_is_built_to_hold_and_says_whether_that_is_proven(monkeyp
         BATCH, PLAIN, has_drafts=True, platform="gpu", xla_flags=PINNED, device_kind="A 1"
     )
     assert {name for name, (is_held, _) in found.items() if is_held} == set()
-    assert all("not proven on 'A 1'" in found[name][1] for name in PROMISES)
+    assert all("not proven on 'A 1'" in found[name][1] for name in PROMISES[:5])
     monkeypatch.setattr(determinism, "PROVEN_GPUS", {"A 1": "figures.jsonl"})
     found = promises(
         BATCH,
@@ -72,17 +73,17 @@ def test_batch_on_a_gpu_is_built_to_hold_and_says_whether_that_is_proven(monkeyp
     assert "bounded" in found["D3"][1]
 
 
-def test_batch_refuses_context_parallelism_on_gpus_alone(monkeypatch):
-    one = jax.devices()[:1] * 2
-    meshes = {axis: build_mesh({axis: 2}, np.asarray(one)) for axis in ("dp", "cp")}
-    split = replace(BATCH, mesh=meshes["cp"])
-    assert held(split) == {*PROMISES}
-    assert held(split, platform="gpu", xla_flags=PINNED) == set()
+def test_batch_refuses_experts_on_several_gpus(monkeypatch):
+    two = jax.devices()[:1] * 2
+    meshes = {axis: replace(BATCH, mesh=build_mesh({axis: 2}, two)) for axis in ("er", "dp", "cp")}
+    assert held(meshes["cp"]) == {*PROMISES}
+    assert held(meshes["cp"], platform="gpu", xla_flags=PINNED) == set()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XLA_FLAGS", PINNED)
-    require_level(replace(BATCH, mesh=meshes["dp"]))
-    with pytest.raises(di.ConfigError, match=r"D0.*cp=2 splits the rows.*use dp or er"):
-        require_level(split)
+    require_level(meshes["er"])
+    for axis in ("dp", "cp"):
+        with pytest.raises(di.ConfigError, match=r"D0.*experts lie on 2 GPUs.*use er"):
+            require_level(meshes[axis])
 
 
 def test_batch_on_a_gpu_needs_pinned_kernels_and_no_proof(monkeypatch):
