@@ -243,9 +243,9 @@ def judge(rule, target, drafter, key, sharper=1.0):
     return found.token
 
 
-def completed(law: Law, tokens: np.ndarray) -> np.ndarray:
+def completed(law: Law, tokens: np.ndarray, seed: int) -> np.ndarray:
     """Returns the first three tokens; what a round did not emit is drawn from the target."""
-    draw = np.random.default_rng(9)
+    draw = np.random.default_rng(seed)
     tokens = tokens[:, :3].copy()
     for place, table in enumerate((law.first, law.second, law.third)):
         missing = tokens[:, place] < 0
@@ -267,7 +267,7 @@ def rounds(number: int, rule: str, **wrong) -> tuple[float, float]:
         key = np.stack([np.full(PART, number), np.arange(start, start + PART)], axis=1)
         found.append(np.asarray(judge(rule, target, drafts, key.astype(np.uint32), **wrong)))
     tokens = np.concatenate(found)
-    return p_value(law, completed(law, tokens)), float((tokens >= 0).sum(axis=1).mean())
+    return p_value(law, completed(law, tokens, number)), float((tokens >= 0).sum(axis=1).mean())
 
 
 @cache
