@@ -8,11 +8,11 @@ gave all its tokens, and whether a second run gave the same ones (`same_again`).
 steps in which every request has a row, without drafts, one JSON line a point:
 
     host_us       plan + dispatch + commit, medians of wall time; `*_us` are the parts and the wait,
-                  `*_cpu_us` the same in CPU time of the loop's thread, `host_mean_us` the mean
+                  `*_cpu_us` the same in CPU time of the loop's thread, `host_mean_us` the mean.
+                  dispatch hands the step to the thread that launches it, whose time is not in it
     step_ms       wall time per step without the profiler; tokens_per_second from it
-    fed_step_ms   the same step dispatched again and again with nothing read: what the device (and
-                  launching its kernels) needs; fed_dispatch_us is what such a call takes the host,
-                  so about fed_step_ms where the call waits for the device
+    fed_step_ms   the same step dispatched again and again with nothing read: what the device needs,
+                  or launching its kernels; fed_dispatch_us is what such a call takes the loop
     busy_ms       union of the intervals in which the device ran something, per step, from a
                   profiler trace; host transfers do not count
     idle_share    1 - busy / window of the trace, first to last kernel, of which long_gap_share are

@@ -139,10 +139,11 @@ def _slice(work: Work, task: dict[str, Any], most: int) -> tuple[Any, Any, list[
     """Returns config, runtime and steps of at most `most` rows of the slice."""
     mesh = tuple(task["mesh"].items())
     config = slices.slice_config(slices.Setting(task["level"], task["kernels"], mesh, work.small))
-    prompts = {1: 75, 2: 21, 4: 9, 5: 30} if work.small else {1: 700, 2: 150, 4: 40, 5: 9}
+    # A step of the real sizes takes XLA a second: few steps.
+    prompts = {1: 75, 2: 21, 4: 9, 5: 30} if work.small else {1: 400, 2: 60, 5: 9}
     longest = 128 if work.small else 1024
     runtime = di.RuntimeConfig(max_seqs=5, max_len=longest, max_tokens_per_step=most)
-    return config, runtime, schedule(config, prompts, most)
+    return config, runtime, schedule(config, prompts, most, decode=4 if work.small else 2)
 
 
 def slice_bits(work: Work, task: dict[str, Any]) -> None:

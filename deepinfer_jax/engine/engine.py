@@ -1,8 +1,9 @@
 """The engine: requests in, steps on the device, results out (engine.md 1.3, 2.6).
 
 A thin host loop over a pure step function. `step` plans, dispatches, and reads the result of the
-step `async_depth` steps ago: while the device works, the host prepares the next plan. One thread;
-given the same calls it does the same things.
+step `async_depth` steps ago: while the device works, the host prepares the next plan. One thread
+plans and reads, another launches what it dispatches (`device`); given the same calls they do the
+same things.
 """
 
 import time
