@@ -77,6 +77,8 @@ def check(found, devices):
         assert any(f"all-to-all {devices} x" in each["what"] for each in one["collectives"])
 
 
+@pytest.mark.accept(10)
+@pytest.mark.slow
 def test_a_small_model_compiles_for_more_devices_than_there_are(root, fixtures_dir):
     tiny = str(fixtures_dir / "tiny_v41")
     found = compiled(

@@ -27,6 +27,7 @@ def _score(config, params, ids):
     return forward.score(params, config, ids)
 
 
+@pytest.mark.slow
 def test_rows_of_score_in_float32():
     assert differing_prefixes(scorer(), FAST) == []
 

@@ -126,6 +126,7 @@ REQUESTS = tuple(
 )
 
 
+@pytest.mark.slow
 def test_tokens_with_drafts_are_those_of_the_other_form():
     outputs = {}
     for branches in ("data", "static"):

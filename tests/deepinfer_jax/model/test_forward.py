@@ -70,6 +70,7 @@ def _loss(params, config, ids):
     return -jnp.take_along_axis(jax.nn.log_softmax(scores), ids[1:, None], axis=1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.accept(2)
 def test_gradient_of_the_whole_tree_equals_finite_differences(model):
     ids = np.array([5, 60, 7, 100, 9, 210, 11, 12, 313, 14], np.int32)

@@ -189,6 +189,8 @@ def test_perplexity_is_that_of_unpadded_stories(model):
     )
 
 
+@pytest.mark.accept(4)
+@pytest.mark.slow
 def test_command_prints_a_table_and_writes_the_record(tmp_path, capsys):
     path = tmp_path / "eval.json"
     options = ["--tasks", "addition,perplexity", "--n", "2", "--seed", "5", "--json", str(path)]

@@ -66,6 +66,8 @@ def test_exported_checkpoint_is_what_the_forward_pass_used(tmp_path):
         np.testing.assert_allclose(found[row], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.accept(4)
+@pytest.mark.slow
 def test_rounded_training_sees_what_checkpoint_arithmetic_computes(tmp_path):
     config = every_role_config()
     params = parameters(config)
