@@ -29,7 +29,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 
@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 import deepinfer_jax as di
+from benchmarks.traces import kernels_by_device, length_and_gaps
 from benchmarks.turns import alone
 from deepinfer_jax.engine.engine import Engine
 from deepinfer_jax.engine.sequence import Phase
@@ -47,7 +48,6 @@ CHECKED = 16  # output tokens of the first check
 FED = 24  # steps dispatched without reading
 SLACK = 64  # output tokens beyond the windows: some requests decode while others are prefilled
 LONG_GAP_NS = 50_000
-HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 
 
 def prompts(count: int, vocab: int) -> list[list[int]]:
@@ -147,34 +147,17 @@ def profiled(engine: Engine, steps: int, count: int, folder: Path) -> dict[str, 
     with jax.profiler.trace(folder, profiler_options=options):
         seconds, _ = window(engine, steps, count, time.perf_counter)
         settle(engine)
-    intervals = np.asarray(sorted(device_intervals(folder)))
-    if not len(intervals):
+    kernels = next(kernels_by_device(folder), [])
+    if not kernels:
         raise SystemExit(f"the trace in {folder} has no operations of the device")
-    # Busy until: the latest end so far. A gap is where the next interval begins after that.
-    until = np.maximum.accumulate(intervals[:, 1])
-    gaps = np.maximum(intervals[1:, 0] - until[:-1], 0.0)
-    whole = until[-1] - intervals[0, 0]
+    whole, gaps = length_and_gaps((start, stop) for _, start, stop in kernels)
     return {
         "profiled_step_ms": seconds * 1e3,
-        "device_operations": len(intervals) / steps,
+        "device_operations": len(kernels) / steps,
         "busy_ms": (whole - gaps.sum()) / steps / 1e6,
         "idle_share": gaps.sum() / whole,
         "long_gap_share": gaps[gaps > LONG_GAP_NS].sum() / whole,
     }
-
-
-def device_intervals(folder: Path) -> Iterator[tuple[float, float]]:
-    """Returns begin and end in ns of what ran on the device: kernels, copies inside it."""
-    (path,) = folder.rglob("*.xplane.pb")
-    on_cpu = jax.default_backend() == "cpu"
-    device, thread = ("/host:CPU", "tf_XLA") if on_cpu else ("/device:GPU:0", "Stream")
-    planes = jax.profiler.ProfileData.from_file(str(path)).planes
-    lines = [line for plane in planes if plane.name.startswith(device) for line in plane.lines]
-    for line in lines:
-        for event in line.events if line.name.startswith(thread) else ():
-            is_work = event.duration_ns > 0 and not event.name.startswith(HOST_COPIES)
-            if is_work and (not on_cpu or "hlo_op" in dict(event.stats)):
-                yield event.start_ns, event.start_ns + event.duration_ns
 
 
 def measure(engine: Engine, count: int, steps: int, folder: Path) -> dict[str, object]:

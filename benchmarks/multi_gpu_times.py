@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from benchmarks import multi_gpu_slice as slices
 from benchmarks.network_slice import Case
+from benchmarks.traces import kernels_by_device, length_and_gaps
 from benchmarks.turns import Work, turn
 from deepinfer_jax.checkpoint.abstract import abstract_params
 from deepinfer_jax.model.placement import padded_abstract, partitions_like
@@ -162,11 +163,9 @@ def profiled(program: Any, params: Any, held: list[Any], given: Any, steps: int)
             names[name[:60]] += (stop - start) / 1e3 / steps / len(devices)
         moved = sum(b - a for name, a, b in events if _moves(name))
         moving.append(moved / 1e3 / steps)
-        spans = np.asarray(sorted((a, b) for _, a, b in events))
-        until = np.maximum.accumulate(spans[:, 1])
-        gaps = np.maximum(spans[1:, 0] - until[:-1], 0.0).sum()
-        whole.append((until[-1] - spans[0, 0]) / 1e3 / steps)
-        busy.append(whole[-1] - gaps / 1e3 / steps)
+        length, gaps = length_and_gaps((a, b) for _, a, b in events)
+        whole.append(length / 1e3 / steps)
+        busy.append(whole[-1] - gaps.sum() / 1e3 / steps)
     longest = sorted(names.items(), key=lambda pair: -pair[1])
     return {
         "profile": "jax.profiler trace",
@@ -183,26 +182,6 @@ def profiled(program: Any, params: Any, held: list[Any], given: Any, steps: int)
 
 def _moves(name: str) -> bool:
     return any(part in name.lower() for part in MOVERS)
-
-
-def kernels_by_device(folder: Path) -> Iterator[list[tuple[str, float, float]]]:
-    """Yields (name, begin, end in ns) of what ran on each device; host transfers do not count."""
-    (path,) = folder.rglob("*.xplane.pb")
-    on_cpu = jax.default_backend() == "cpu"
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if not plane.name.startswith("/host:CPU" if on_cpu else "/device:GPU:"):
-            continue
-        found = []
-        for line in plane.lines:
-            if not line.name.startswith("tf_XLA" if on_cpu else "Stream"):
-                continue
-            for event in line.events:
-                if event.name.startswith(("MemcpyH2D", "MemcpyD2H")) or not event.duration_ns:
-                    continue
-                if not on_cpu or "hlo_op" in dict(event.stats):
-                    found.append((event.name, event.start_ns, event.start_ns + event.duration_ns))
-        if found:
-            yield found
 
 
 def predicted(config: Any, case: Case) -> dict[str, float]:
