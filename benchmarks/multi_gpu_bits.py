@@ -254,7 +254,7 @@ def _engine(model: Any) -> Callable[[Any], Any]:
         draft_length=3,
     )
     engine = Engine(model, runtime)
-    layouts = engine.scheduler.limits.layouts
+    layouts = engine.layouts
     with ThreadPoolExecutor(len(layouts)) as pool:
         list(pool.map(engine.device.compile, layouts))
 

@@ -84,7 +84,7 @@ def compile_all(engine: Engine) -> float:
     """Compiles all programs of an engine side by side; returns seconds."""
     begin = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(engine._device.compile, engine.scheduler.limits.layouts))
+        list(pool.map(engine.device.compile, engine.layouts))
     engine.warm_up()
     return time.perf_counter() - begin
 

@@ -5,7 +5,8 @@
 Under the best kernels of every covered op that has a form for nano's sizes, level "batch", the
 optimised HLO must hold a custom call of each op and no product over the hidden width beside them
 (kernels.md 7, "real path"). XLA's own products at level "batch" must have the same shapes however
-many blocks of rows a program has, since XLA cuts K by them. Prints the counts; exits 1 if it does
+many blocks of rows a program has and however many small experts a device holds, since XLA cuts K by
+them. Prints the counts; exits 1 if it does
 not hold. Part of `make test-gpu-compile`.
 """
 
@@ -13,8 +14,10 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,10 @@ from deepinfer_jax.determinism import ROW_TILES
 from deepinfer_jax.loading import EMBEDDED
 from deepinfer_jax.model.cached import init_state
 from deepinfer_jax.model.kernel_layout import for_kernels
+from deepinfer_jax.model.moe import all_experts
+from deepinfer_jax.model.params import ExpertParams
 from deepinfer_jax.model.step import Plan, logits, step
+from deepinfer_jax.numerics.ops import ops_for
 from deepinfer_jax.numerics.selection import attention_widths
 from pallas_kernels.core import fixed
 from pallas_kernels.tables import ENTRIES, misfit
@@ -71,16 +77,21 @@ def kernel_calls(program: str) -> Counter[str]:
     return Counter(calls)
 
 
+def shapes_of(program: str) -> dict[str, str]:
+    """Returns type and sizes of every value of an HLO text, as "f32[256,192]"."""
+    shapes = dict(re.findall(r"%([\w.-]+) = (\w+\[[\d,]*\])", program))
+    return shapes | dict(re.findall(r"([\w.-]+): (\w+\[[\d,]*\])", program))
+
+
 def products(program: str) -> list[tuple[int, ...]]:
     """Returns the contracted sizes of every product that XLA kept.
 
     Split products contract a part: its size times the number of parts, the batch axis, counts too.
     """
-    shapes = dict(re.findall(r"%([\w.-]+) = \w+\[([\d,]*)\]", program))
-    shapes |= dict(re.findall(r"([\w.-]+): \w+\[([\d,]*)\]", program))
+    shapes = shapes_of(program)
     found = []
     for left, attributes in re.findall(r" dot\(%([\w.-]+), [^)]*\)([^\n]*)", program):
-        sizes = [int(n) for n in shapes[left].split(",")]
+        sizes = [int(n) for n in re.findall(r"\d+", shapes[left].partition("[")[2])]
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
         assert axes is not None
         contracted = [sizes[int(axis)] for axis in axes[1].split(",")]
@@ -90,7 +101,15 @@ def products(program: str) -> list[tuple[int, ...]]:
     return found
 
 
-def block_products(blocks: int) -> Counter[tuple[str, ...]]:
+def product_shapes(fn: Callable[..., Any], *arguments: Any) -> Counter[tuple[str, str, str]]:
+    """Returns the shapes (result, left, right) of the products of a compiled function."""
+    text = compile_for("sm_90", fn, *arguments)
+    shapes = shapes_of(text)
+    dots = re.findall(r"= (\w+\[[\d,]*\])[^=]*? dot\(%([\w.-]+), %([\w.-]+)\)", text)
+    return Counter((out, shapes[left], shapes[right]) for out, left, right in dots)
+
+
+def block_products(blocks: int) -> Counter[tuple[str, str, str]]:
     """Returns the shapes of fixed-order products that share their rows, in so many blocks."""
     rows, shape = ROW_TILES["gpu"], jax.ShapeDtypeStruct
 
@@ -104,11 +123,29 @@ def block_products(blocks: int) -> Counter[tuple[str, ...]]:
     height = rows * blocks
     weights = [shape((384, 512), jnp.bfloat16)] * 2
     pairs = [shape((height, 64, 128), jnp.float32)] * 2
-    text = compile_for("sm_90", run, shape((height, 512), jnp.float32), pairs, weights)
-    shapes = dict(re.findall(r"%([\w.-]+) = (\w+\[[\d,]*\])", text))
-    shapes |= dict(re.findall(r"([\w.-]+): (\w+\[[\d,]*\])", text))
-    dots = re.findall(r"= (\w+\[[\d,]*\])[^=]*? dot\(%([\w.-]+), %([\w.-]+)\)", text)
-    return Counter((out, shapes[left], shapes[right]) for out, left, right in dots)
+    return product_shapes(run, shape((height, 512), jnp.float32), pairs, weights)
+
+
+def expert_products(count: int) -> Counter[tuple[str, str, str]]:
+    """Returns the shapes of the products of nano's experts where a device holds `count` of them."""
+    config, shape = read_config(EMBEDDED), jax.ShapeDtypeStruct
+    width, dim = config.moe.moe_intermediate_size, config.hidden_size
+    execution = ExecutionConfig(
+        numerics="checkpoint",
+        determinism="batch",
+        kernels=(),
+        row_tile=ROW_TILES["gpu"],
+        branches="static",
+    )
+    up, down = (shape((1, count, *sizes), jnp.bfloat16) for sizes in ((width, dim), (dim, width)))
+    experts = ExpertParams(w1=up, w2=down, w3=up)
+    rows = ROW_TILES["gpu"]
+    slots = (shape((rows, 1), jnp.int32), shape((rows, 1), jnp.float32))
+    run = partial(all_experts, ops_for(execution), config.moe)
+    return product_shapes(
+        lambda experts, x, ids, weights: run(experts, 0, x, ids, weights),
+        *(experts, shape((rows, dim), jnp.float32), *slots),
+    )
 
 
 def main() -> int:
@@ -127,6 +164,10 @@ def main() -> int:
     print(f"gpu_network: {sum(one.values())} products of fixed order, of one block and of two")
     if one != two or len(one) < 3:
         faults.append(f"products differ with the blocks of rows: {one - two} and {two - one}")
+    whole, *shares = (expert_products(count) for count in (16, 8, 9))
+    print(f"gpu_network: {sum(whole.values())} products of experts, however many a device holds")
+    if len(whole) < 2 or any(share != whole for share in shares):
+        faults.append(f"products differ with the experts of a device: {whole} and {shares}")
     print("\n".join(f"FAULT gpu_network: {line}" for line in faults), end="\n" if faults else "")
     print(f"gpu_network: {time.monotonic() - started:.0f} s")
     return bool(faults)

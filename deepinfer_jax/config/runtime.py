@@ -40,6 +40,10 @@ class RuntimeConfig:
     hash of the logits of every token too, None for no record. check: verify the engine's
     bookkeeping after every step (slow). grammar_seconds: what compiling a grammar may take before
     its request ends. warm_grammars: compile the programs of requests with grammars beforehand.
+    rebalance_steps: on a mesh whose devices share the experts, place those of every layer again
+    after so many steps, by the rows they got in them; None never. rebalance_gain: least share of
+    the busiest device's rows that this must save. redundant_experts: places a layer has for second
+    copies of busy experts, rounded up to a multiple of the devices.
 
     Raises:
         ConfigError: a value outside its range.
@@ -75,6 +79,9 @@ class RuntimeConfig:
     check: bool = False
     grammar_seconds: float = 10.0
     warm_grammars: bool = False
+    rebalance_steps: int | None = None
+    rebalance_gain: float = 0.05
+    redundant_experts: int = 0
 
     def __new__(cls, *args: Any, **fields: Any) -> "RuntimeConfig":
         """Rejects unknown keywords by name; the generated `__init__` does the rest."""
@@ -99,6 +106,11 @@ class RuntimeConfig:
                     f'RuntimeConfig.{name} belongs to draft_policy="{policy}", and that needs it; '
                     f"got {name}={getattr(self, name)!r} with draft_policy={self.draft_policy!r}"
                 )
+        if self.redundant_experts and self.rebalance_steps is None:
+            raise ConfigError(
+                "RuntimeConfig.redundant_experts are copies that rebalance_steps places, got "
+                f"{self.redundant_experts} with rebalance_steps=None: give it a number of steps"
+            )
 
     def longest(self, config: ModelConfig) -> int:
         """Returns the longest sequence, prompt and completion together, of this model."""
@@ -152,4 +164,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a number of seconds > 0",
     ),
     "warm_grammars": _FLAG,
+    "rebalance_steps": (_optional(_integer(2)), "None or an integer >= 2"),
+    "rebalance_gain": (
+        lambda v: isinstance(v, float) and 0 <= v < 1,
+        "a float in [0, 1)",
+    ),
+    "redundant_experts": (_integer(0), "an integer >= 0"),
 }

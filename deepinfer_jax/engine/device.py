@@ -224,20 +224,19 @@ class Device:
 
     def _compile_masked(self, layouts: Items[PlanLayout], params: Any, leaves: Any) -> None:
         width = -(-self.config.vocab_size // 32)
-        options = {
-            "trees": self._trees,
-            "config": self.config,
-            "alternatives": self.alternatives,
-        }
+        options = {"trees": self._trees, "config": self.config, "alternatives": self.alternatives}
 
         def placed(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
+        networks: dict[PlanLayout, tuple[Any, Any]] = {}  # with and without drafting the same
         for layout in layouts:
-            options["layout"] = layout
-            vector = placed(layout.size)
-            network = run_network.lower(params, leaves, vector, **options)
-            rows = jax.tree.map(lambda x: placed(*x.shape, dtype=x.dtype), network.out_info[1])
+            same, vector = replace(layout, makes_drafts=None), placed(layout.size)
+            if same not in networks:
+                lowered = run_network.lower(params, leaves, vector, **options, layout=same)
+                networks[same] = lowered.out_info[1], lowered.compile()
+            shapes, network = networks[same]
+            rows = jax.tree.map(lambda x: placed(*x.shape, dtype=x.dtype), shapes)
             size = table_rows(layout)
             masks = MaskTable(words=placed(size, width), forced=placed(size, layout.drafts))
             tokens = run_tokens.lower(
@@ -247,12 +246,13 @@ class Device:
                 rows,
                 masks,
                 **options,
+                layout=layout,
                 drafting=self.drafting,
                 hashes=self.hashes,
             )
             for size in mask_sizes(layout):
                 self._mask_table(layout, blank_masks(size, width, layout.drafts))
-            self._masked[layout] = network.compile(), tokens.compile()
+            self._masked[layout] = network, tokens.compile()
 
     def wait(self) -> None:
         """Returns when everything dispatched is done."""

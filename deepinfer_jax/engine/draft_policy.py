@@ -60,6 +60,13 @@ class DraftPolicy:
     # Survivals a round usually has [size]; drafts count as certain until the first are known.
     _usual: np.ndarray | None = field(default=None, init=False)
 
+    def layouts(self, layouts: Items[PlanLayout]) -> list[PlanLayout]:
+        """Returns the layouts, of those given, that steps under this policy have."""
+        found: list[PlanLayout] = [*layouts] if self.most else []
+        if not self.most or self.corrections is not None:
+            found += [layout.without_drafting for layout in layouts]
+        return list(dict.fromkeys(found))
+
     def drafts_of(self, sequence: Sequence) -> int:
         """Returns how many drafts of a sequence a step may verify at most."""
         if not self.most:

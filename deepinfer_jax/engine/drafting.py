@@ -73,8 +73,12 @@ def make_drafts(
     emitters: Emitters,
     emitted: Emitted,
     drafting: Drafting,
+    makes_drafts: bool | None,
 ) -> EngineState:
-    """Returns the state with new drafts of the emitters that go on, if the plan wants drafts."""
+    """Returns the state with new drafts of the emitters that go on, if the plan wants drafts.
+
+    makes_drafts: of the plan's layout.
+    """
     slots, slot = state.slots, emitters.slot
     assert slots.drafting is not None
     assert isinstance(state.cache, CacheState)
@@ -122,21 +126,26 @@ def make_drafts(
         return drafts.token[slot], drafts.confidence[slot], log_q
 
     wanted = header_word(parts, "drafting")
-    token, confidence, log_q = lax.cond(wanted == MAKE_DRAFTS, draft, keep)
+    made: Drafts
+    if makes_drafts is None:
+        made = lax.cond(wanted == MAKE_DRAFTS, draft, keep)
+    else:
+        made = draft() if makes_drafts else keep()
+    token, confidence, log_q = made
     is_made = emitters.is_live & (emitted.code == RUNNING)
     where = jnp.where(is_made, slot, slots.last.shape[0])
 
     def put(leaf: Array, value: Array) -> Array:
         return leaf.at[where].set(value, mode="drop")
 
-    made = replace(
+    drafts = replace(
         drafts,
         token=put(drafts.token, token),
         confidence=put(drafts.confidence, confidence),
         is_made=put(drafts.is_made, jnp.broadcast_to(wanted != NO_DRAFTS, where.shape)),
-        log_q=None if drafts.log_q is None else put(drafts.log_q, log_q),
+        log_q=None if log_q is None else put(drafts.log_q, log_q),
     )
-    return replace(state, slots=replace(slots, drafting=made))
+    return replace(state, slots=replace(slots, drafting=drafts))
 
 
 def force_drafts(

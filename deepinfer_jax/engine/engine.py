@@ -27,6 +27,7 @@ from deepinfer_jax.engine.constraints import Constraints
 from deepinfer_jax.engine.device import Flight, engine_device, engine_weights
 from deepinfer_jax.engine.draft_policy import draft_policy
 from deepinfer_jax.engine.drafting import plan_drafting
+from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.output import StreamDelta
 from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.profile import measured_corrections
@@ -107,7 +108,7 @@ class Engine:
         compiler = GrammarCompiler(
             model.tokenizer, self.config, seconds=float(runtime.grammar_seconds)
         )
-        prepare = lambda: self._device.masked_work(limits.layouts)  # noqa: E731
+        prepare = lambda: self._device.masked_work(self.layouts)  # noqa: E731
         self._constraints = Constraints(self._book, compiler, prepare, size, self.config.vocab_size)
 
     def submit(
@@ -212,6 +213,11 @@ class Engine:
             raise InputError(f"only a running completion can be forked, got {request_id!r}")
         parent = request.sequences[child]
         return self._enter(parent.ids[: parent.count].tolist(), parent.images, params, **options)
+
+    @property
+    def layouts(self) -> list[PlanLayout]:
+        """Layouts of all steps that the engine can plan; each has a program."""
+        return self.scheduler.policy.layouts(self.scheduler.limits.layouts)
 
     @property
     def has_work(self) -> bool:
@@ -328,7 +334,7 @@ class Engine:
         Those of requests with grammars only if `RuntimeConfig.warm_grammars`; the first such
         request waits for them otherwise, and no other does.
         """
-        seconds = self._device.warm_up(self.scheduler.limits.layouts)
+        seconds = self._device.warm_up(self.layouts)
         if self.runtime.warm_grammars:
             begin = time.perf_counter()
             self._constraints.begin().result()

@@ -6,7 +6,7 @@ the same places.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,7 +46,8 @@ class PlanLayout:
     rows: a multiple of the row tile, at least two tiles. slots: sequences that run together.
     deltas: block-table entries a step. stop_ids: of one sequence, EOS included. drafts: of one
     round; 0 without drafting. image_rows: of encoded images held on the device; 0 for a model that
-    sees none, whose plans have no part for them.
+    sees none, whose plans have no part for them. makes_drafts: whether its program ends with new
+    ones; None leaves it to the header's word.
     """
 
     rows: int
@@ -55,6 +56,12 @@ class PlanLayout:
     stop_ids: int
     drafts: int = 0
     image_rows: int = 0
+    makes_drafts: bool | None = None
+
+    @cached_property
+    def without_drafting(self) -> "PlanLayout":
+        """Returns the layout of steps that make no drafts: itself where the header says so."""
+        return self if self.makes_drafts is None else replace(self, makes_drafts=False)
 
     @property
     def admit_width(self) -> int:

@@ -83,7 +83,8 @@ def run_tokens(
         masks: of `mask_table`.
     """
     tree = jax.tree.unflatten(trees[0], params)
-    options = {"alternatives": alternatives, "drafting": drafting, "hashes": hashes}
+    options = {"layout": layout, "alternatives": alternatives}
+    options |= {"drafting": drafting, "hashes": hashes}
 
     def run(params: Any, state: Any, parts: Any, rows: StepRows, masks: MaskTable) -> Any:
         return token_part(params, state, parts, rows, config=config, masks=masks, **options)

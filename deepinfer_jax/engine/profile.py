@@ -119,6 +119,8 @@ class _Bench:
         sequences = min(sequences, self.layouts[-1].slots)
         layout = next(one for one in self.layouts if one.rows >= max(rows, sequences))
         vector, parts = blank(layout)
+        if drafting != MAKE_DRAFTS:
+            layout = layout.without_drafting
         words = {"rounds": sequences, "drafting": drafting, "verify_rows": rows}
         words |= {"most_drafts": layout.drafts if rows else 0, "threshold": ANY_DRAFTS}
         parts.header[:] = [words.get(name, 0) for name in HEADER]

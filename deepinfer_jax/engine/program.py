@@ -143,6 +143,7 @@ def engine_step(
         parts,
         rows,
         config=config,
+        layout=layout,
         alternatives=alternatives,
         drafting=drafting,
         hashes=hashes,
@@ -176,6 +177,7 @@ def token_part(
     rows: StepRows,
     *,
     config: ModelConfig,
+    layout: PlanLayout,
     alternatives: int,
     drafting: Drafting | None,
     hashes: bool,
@@ -204,7 +206,8 @@ def token_part(
     state = replace(state, cache=replace(cache, length=length), slots=slots)
     if drafting is not None:
         assert isinstance(params, Params)  # V4 has no draft stages here
-        state = make_drafts(params, config, state, parts, emitters, emitted, drafting)
+        wants = layout.makes_drafts
+        state = make_drafts(params, config, state, parts, emitters, emitted, drafting, wants)
     drafts = None
     if masks is not None and drafting is not None:
         state = force_drafts(state, emitters, emitted, masks.forced)

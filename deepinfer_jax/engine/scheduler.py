@@ -101,9 +101,8 @@ class Scheduler:
         if not plan.rows:
             return None
         limits, drafts = self.limits, budget.drafts
-        for place, sequence in enumerate(plan.admitted):
+        for entry, sequence in zip(parts.admits, plan.admitted, strict=False):
             if sequence.slot:
-                entry = parts.admits[place]
                 write_admission(entry, sequence, limits.rule, limits.eos, drafts)
         deltas, self._deltas = self._deltas, []
         if deltas:
@@ -122,11 +121,11 @@ class Scheduler:
             vector, small = self._vectors.blank(layout)
             used = dict.fromkeys(("ids", "position", "slot", "target"), plan.prompt_rows)
             used |= {"image": plan.prompt_rows} if layout.image_rows else {}
-            used |= {"rounds": rounds, "ends": len(plan.emits) - rounds, "deltas": deltas}
-            used |= {"admits": len(plan.admitted)}
+            used |= {"rounds": rounds, "ends": len(plan.emits) - rounds}
+            used |= {"deltas": deltas, "admits": len(plan.admitted)}
             for name, count in used.items():
                 getattr(small, name)[:count] = getattr(parts, name)[:count]
-            plan.layout, plan.vector, parts = layout, vector, small
+            plan.vector, parts = vector, small
         padding = -plan.rows % (layout.rows if len(limits.layouts) > 1 else limits.row_step)
         plan.verify_rows = min(plan.verify_rows + padding, sum(plan.spans))
         parts.header[:] = (
@@ -140,6 +139,7 @@ class Scheduler:
             plan.verify_rows,
             plan.makes_drafts,
         )
+        plan.layout = layout if plan.makes_drafts else layout.without_drafting
         return plan
 
     def _decode(self, plan: StepPlan, parts: PlanParts) -> None:

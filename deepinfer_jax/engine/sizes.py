@@ -28,13 +28,15 @@ def plan_layouts(
 ) -> tuple[PlanLayout, ...]:
     """Returns the layouts of plans, by rows: one where tiles beyond the count are not computed.
 
-    Otherwise all rows of a plan are, so there is one per power of four.
+    Otherwise all rows of a plan are, so there is one per power of four. The host of a GPU waits for
+    every condition on the device, so drafting is not one: its steps without are programs apart
+    (`PlanLayout.without_drafting`).
     """
     tile = config.execution.row_step
     most = _most_rows(config, runtime, drafts)
+    is_static = config.execution.branches == "static"
     sizes = [most]
     if not config.execution.is_tiled:
-        is_static = config.execution.branches == "static"
         size = plan_length(STATIC_ROWS if is_static else 1, tile)
         sizes = []
         while size < most:
@@ -50,6 +52,7 @@ def plan_layouts(
             stop_ids=runtime.max_stop_ids,
             drafts=drafts,
             image_rows=pool_rows(config, runtime),
+            makes_drafts=True if is_static and drafts else None,
         )
         for size in sizes
     )

@@ -16,6 +16,8 @@ from pallas_kernels import core
 
 #: Weights of one layer's experts up to which all of them are computed at once (`all_experts`).
 SMALL_EXPERTS = 2**26
+#: Experts of one product in `all_experts` at level "batch".
+GROUP = 8
 
 
 def router_scores(logits: Float[Array, "t e"]) -> Float[Array, "t e"]:
@@ -131,19 +133,37 @@ def all_experts(
 ) -> Float[Array, "t k d"]:
     """Returns the same as `routed_experts`: every expert on every row, in one product for each use.
 
-    More arithmetic and no loop, for small experts on a device that waits for launches.
+    More arithmetic and no loop over experts, for small ones on a device that waits for launches.
+    At level "batch" products are of `GROUP` experts, padded with zeros: XLA cuts K by a product's
+    width, which may not depend on how many experts a device holds.
     """
     taken = jax.tree.map(lambda leaf: leaf[layer], experts)
     w1, w3, w2 = (core.dequantize(leaf) for leaf in (taken.w1, taken.w3, taken.w2))
     count, width, dim = w1.shape
-    gate = ops.contract_float32(x, w1.reshape(-1, dim))
-    up = ops.contract_float32(x, w3.reshape(-1, dim))
-    active = _activated(ops, moe, gate, up).reshape(-1, count, width)
     selected = ids[:, :, None] == jnp.arange(count)
-    weight = jnp.where(selected, weights[:, :, None], 0.0).max(axis=1)
-    active = ops.q8(ops.bf16(active * weight[:, :, None]))
-    out = ops.bf16(ops.contract_grouped_float32(active, w2))
-    return jnp.take_along_axis(out, ids[:, :, None], axis=1)
+    weight = jnp.where(selected, weights[:, :, None], 0.0).max(axis=1).T
+
+    def run(part: tuple[Array, Array, Array, Array]) -> Float[Array, "e t d"]:
+        w1, w3, w2, weight = part
+        gate = ops.contract_float32(x, w1.reshape(-1, dim))
+        up = ops.contract_float32(x, w3.reshape(-1, dim))
+        active = _activated(ops, moe, gate, up).reshape(-1, len(w1), width)
+        active = ops.q8(ops.bf16(active * weight.T[:, :, None]))
+        return ops.bf16(ops.contract_grouped_float32(active, w2)).swapaxes(0, 1)
+
+    group = GROUP if ops.fixed_order else count
+    groups = -(-count // group)
+
+    def cut(leaf: Array) -> Array:
+        padding = [(0, groups * group - count)] + [(0, 0)] * (leaf.ndim - 1)
+        return jnp.pad(leaf, padding).reshape(groups, group, *leaf.shape[1:])
+
+    parts = (cut(w1), cut(w3), cut(w2), cut(weight))
+    if groups == 1:
+        out = run((parts[0][0], parts[1][0], parts[2][0], parts[3][0]))
+    else:
+        out = lax.map(run, parts).reshape(groups * group, *x.shape)
+    return jnp.take_along_axis(out.swapaxes(0, 1), ids[:, :, None], axis=1)
 
 
 def _are_small(experts: ExpertParams) -> bool:

@@ -114,6 +114,11 @@ def replica_maps(layouts: np.ndarray, experts: int) -> ReplicaMaps | None:
     slots = layouts.shape[1]
     if slots == experts and (layouts == np.arange(experts)).all():
         return None
+    return slot_maps(layouts, experts)
+
+
+def slot_maps(layouts: np.ndarray, experts: int) -> ReplicaMaps:
+    """Returns the same, also where every expert has the slot of its number."""
     found = [expert_maps(layout, experts) for layout in layouts]
     return ReplicaMaps(
         slots=np.stack([one.slots for one in found]), count=np.stack([one.count for one in found])

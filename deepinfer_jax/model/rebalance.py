@@ -18,15 +18,15 @@ from jaxtyping import Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.forward import check_ids, fresh_cache
-from deepinfer_jax.model.on_mesh import over_mesh, replica_maps, settle
-from deepinfer_jax.model.params import LayerParams, Params
+from deepinfer_jax.model.on_mesh import over_mesh, slot_maps
+from deepinfer_jax.model.params import LayerParams, Params, ReplicaMaps
 from deepinfer_jax.model.step import sequence_plan, step
-from sharding.eplb.decide import THRESHOLD, Decision, decide
-from sharding.eplb.maps import check_layout
+from sharding.eplb.decide import THRESHOLD, Decision, decide_all
+from sharding.eplb.maps import ExpertMaps, check_layout, expert_maps, initial_layout
 from sharding.eplb.moves import Moves, plan_moves
 from sharding.errors import ShardingError
 from sharding.mesh import EXPERT_AXES, mesh_sizes
-from sharding.rules import partition
+from sharding.rules import padded, partition
 
 
 def expert_rows(params: Params, config: ModelConfig, token_ids: Any) -> Int[Array, "l e"]:
@@ -49,21 +49,33 @@ def count_rows(config: ModelConfig, params: Params, ids: Int[Array, " t"]) -> In
 
 
 def with_extras(params: Params, config: ModelConfig, extras: int) -> Params:
-    """Returns the parameters with at least `extras` more slots in every layer, for replicas.
+    """Returns parameters whose experts can move, with at least `extras` more slots in every layer.
 
-    The slots are rounded up so that they divide over the mesh, and hold experts 0, 1, 2, ... at
-    first. A form of its own: programs are compiled for it once.
+    The slots are rounded up so that they divide over the mesh, and hold experts 0, 1, 2, ... again
+    at first. Experts are copies, so that those of `params` are never donated, and there are replica
+    maps from the start: programs are compiled for this form once, and none when experts move.
 
     Raises:
-        ConfigError: the model lies on one device, or has extras already.
+        ConfigError: the model lies on one device, or is no V4.1.
     """
-    mesh = _mesh(config)
-    if params.layers.experts.w1.shape[1] != config.moe.n_routed_experts:
+    sizes, experts = mesh_sizes(_mesh(config)), config.moe.n_routed_experts
+    if not isinstance(params, Params):
         raise ConfigError(
-            "slots for replicas are added once, right after load, and this model has "
-            f"{params.layers.experts.w1.shape[1]} for {config.moe.n_routed_experts} experts"
+            f"experts are placed again in models of type deepseek_v41, got {config.model_type!r}: "
+            "leave RuntimeConfig.rebalance_steps at None"
         )
-    return settle(params, config, mesh, extras=extras)
+    ranks, present = sizes.expert_parallel, layouts_of(params.layers)
+    slots = padded(experts + extras, ranks)
+    # A rank repeats its own experts first: nothing travels, and no leaf is ever whole on a device.
+    own = np.arange(slots // ranks) % (present.shape[1] // ranks)
+    held = present.reshape(len(present), ranks, -1)[:, :, own].reshape(len(present), -1)
+    layers = replace(
+        params.layers,
+        experts=_grown(config, params.layers.experts, own),
+        replicas=_on_all(slot_maps(held, experts), config),
+    )
+    first = initial_layout(experts, slots - experts, ranks)
+    return place_experts(replace(params, layers=layers), config, np.broadcast_to(first, held.shape))
 
 
 def layouts_of(layers: LayerParams) -> np.ndarray:
@@ -84,15 +96,11 @@ def decide_layers(
 ) -> list[Decision]:
     """Returns for every layer whether and how to place its experts again.
 
-    window: rows by step, layer and expert, [S, L, E] (`sharding.eplb.load.LoadWindow.by_expert`, or
+    window: rows by step, layer and expert, [S, L, E] (`sharding.eplb.load.LoadWindow.trace`, or
     `expert_rows` of several texts). threshold: see `sharding.eplb.decide`.
     """
     ranks = mesh_sizes(_mesh(config)).expert_parallel
-    layouts = layouts_of(params.layers)
-    return [
-        decide(window[:, layer], layouts[layer], ranks, threshold=threshold)
-        for layer in range(len(layouts))
-    ]
+    return decide_all(window, layouts_of(params.layers), ranks, threshold=threshold)
 
 
 def place_experts(params: Params, config: ModelConfig, layouts: np.ndarray) -> Params:
@@ -122,14 +130,50 @@ def place_experts(params: Params, config: ModelConfig, layouts: np.ndarray) -> P
             check_layout(layout, config.moe.n_routed_experts, ranks)
     except ShardingError as error:
         raise ConfigError(f"layouts: {error}") from error
-    experts = params.layers.experts
-    for layer in np.flatnonzero((layouts != present).any(axis=1)):
-        moves = plan_moves(present[layer], layouts[layer], ranks)
-        experts = _moved(mesh, moves, experts, int(layer))
-    maps = replica_maps(layouts, config.moe.n_routed_experts)
-    if maps is not None:
-        maps = jax.device_put(maps, NamedSharding(mesh, PartitionSpec()))
-    return replace(params, layers=replace(params.layers, experts=experts, replicas=maps))
+    layers = params.layers
+    if layers.replicas is None:
+        maps = _on_all(slot_maps(present, config.moe.n_routed_experts), config)
+        params = replace(params, layers=replace(layers, replicas=maps))
+    for layer in np.flatnonzero((layouts != present).any(axis=1)).tolist():
+        params = place_layer(params, config, layer, present[layer], layouts[layer])
+    return params
+
+
+def place_layer(
+    params: Params, config: ModelConfig, layer: int, present: np.ndarray, layout: np.ndarray
+) -> Params:
+    """Returns the parameters with one layer's experts in other slots; weights and maps together.
+
+    Does not wait, and reads nothing from the device. Experts and maps of `params` are donated.
+
+    Args:
+        params: of `with_extras`, on the mesh of the config.
+        config: of the model.
+        layer: of the backbone.
+        present: the expert of every slot of the layer, [slots].
+        layout: that from now on; a placement (`sharding.eplb.maps.check_layout`).
+    """
+    ranks = mesh_sizes(_mesh(config)).expert_parallel
+    moves = plan_moves(present, layout, ranks)
+    return _placed(params, config, layer, moves, expert_maps(layout, config.moe.n_routed_experts))
+
+
+def compile_moves(params: Params, config: ModelConfig) -> Params:
+    """Returns the same parameters after `place_layer` has compiled all that it can need.
+
+    Nothing moves: every slot takes what it holds. Experts and maps of `params` are donated.
+    """
+    ranks = mesh_sizes(_mesh(config)).expert_parallel
+    layout = layouts_of(params.layers)[0]
+    slots, width = len(layout) // ranks, 1
+    maps = expert_maps(layout, config.moe.n_routed_experts)
+    stay = np.tile(np.arange(slots, dtype=np.int32), (ranks, 1))
+    while True:
+        send = np.zeros((ranks, ranks, width), np.int32)
+        params = _placed(params, config, 0, Moves(send=send, take=stay, sent=0), maps)
+        if width >= slots:
+            return params
+        width *= 2
 
 
 def _mesh(config: ModelConfig) -> Mesh:
@@ -141,15 +185,48 @@ def _mesh(config: ModelConfig) -> Mesh:
     return config.execution.mesh
 
 
-def _moved(mesh: Mesh, moves: Moves, experts: Any, layer: int) -> Any:
-    return _program(mesh, moves.width)(experts, np.int32(layer), moves.send, moves.take)
+def _on_all(maps: ReplicaMaps, config: ModelConfig) -> ReplicaMaps:
+    """Returns the maps on every device; no process asks the others whether theirs are equal."""
+    place = NamedSharding(_mesh(config), PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, place, lambda where: x[where]), maps
+    )
+
+
+def _grown(config: ModelConfig, experts: Any, own: np.ndarray) -> Any:
+    """Returns copies of the experts in which a rank has its slots `own`, some of them twice."""
+    held = partition(("layers", "experts"))
+
+    def body(experts: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.take(leaf, own, axis=1), experts)
+
+    run = jax.shard_map(body, mesh=_mesh(config), in_specs=(held,), out_specs=held, check_vma=False)
+    return jax.jit(run)(experts)
+
+
+def _placed(
+    params: Params, config: ModelConfig, layer: int, moves: Moves, maps: ExpertMaps
+) -> Params:
+    layers = params.layers
+    experts, replicas = _program(_mesh(config))(
+        layers.experts,
+        layers.replicas,
+        np.int32(layer),
+        moves.send,
+        moves.take,
+        maps.slots,
+        maps.count,
+    )
+    return replace(params, layers=replace(layers, experts=experts, replicas=replicas))
 
 
 @lru_cache(maxsize=16)
-def _program(mesh: Mesh, width: int) -> Any:
+def _program(mesh: Mesh) -> Any:
     held, whole = partition(("layers", "experts")), PartitionSpec()
 
-    def body(experts: Any, layer: Array, send: Array, take: Array) -> Any:
+    def body(
+        experts: Any, maps: ReplicaMaps, layer: Array, send: Array, take: Array, *new: Array
+    ) -> tuple[Any, ReplicaMaps]:
         rank = lax.axis_index(EXPERT_AXES)
 
         def one(leaf: Array) -> Array:
@@ -158,13 +235,16 @@ def _program(mesh: Mesh, width: int) -> Any:
             arrived = lax.all_to_all(out, EXPERT_AXES, 0, 0).reshape(-1, *own.shape[1:])
             return leaf.at[layer].set(jnp.concatenate([own, arrived])[take[rank]])
 
-        return jax.tree.map(one, experts)
+        moved = ReplicaMaps(
+            slots=maps.slots.at[layer].set(new[0]), count=maps.count.at[layer].set(new[1])
+        )
+        return jax.tree.map(one, experts), moved
 
     run = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(held, whole, whole, whole),
-        out_specs=held,
+        in_specs=(held, *(whole,) * 6),
+        out_specs=(held, whole),
         check_vma=False,
     )
-    return jax.jit(run, donate_argnums=0)
+    return jax.jit(run, donate_argnums=(0, 1))

@@ -1,17 +1,17 @@
 """Selection as Pallas-Triton kernels: the k-th largest key is found by counting, nothing is sorted.
 
-Scores become integers of the same order. A threshold is built bit by bit from the top: a bit stays
-if at least k keys reach the candidate. One pass then emits every key above the threshold and the
-first ones equal to it; their places are running sums, so ids come out ascending. Counts are
-integers: no cut of a row can change them.
+Scores become integers of the same order. A threshold is built digit by digit from the top: the
+largest digit with which at least k keys still reach it. One pass then emits every key above the
+threshold and the first ones equal to it; their places are running sums, so ids come out ascending.
+Counts are integers: no cut of a row can change them.
 
 A long row is split over programs that each keep their own k best; a second kernel selects among
 the kept ids with the same body. What the whole row keeps, its tile keeps too.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from pallas_kernels.select_topk.configs import SelectConfig
 
 _FILL = 4096  # places a store of -1 covers
 _HALF = 16  # two running counts share an integer
+_DIGIT = 2  # bits of a threshold that a pass finds
 
 
 @dataclass(frozen=True)
@@ -155,56 +156,76 @@ def _body(*refs: Any, launch: _Launch) -> None:
     # what fits stays in registers; what does not is read again in every pass
     held = row.chunk(0, launch.chunk) if launch.span <= launch.chunk else None
 
-    def count(test: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Returns how many keys pass a test."""
+    def counts(*tests: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+        """Returns how many keys pass each test; two counts share a sum, for sums wait."""
+
+        def of(key: jax.Array) -> list[jax.Array]:
+            ones = [_ones(test(key)) for test in tests]
+            pairs = zip(ones[::2], [one << _HALF for one in ones[1::2]], strict=False)
+            sums = [jnp.sum(one + other) for one, other in pairs]
+            sums += [jnp.sum(ones[-1])] if len(ones) % 2 else []
+            return [(sums[i // 2] >> (_HALF * (i % 2))) & 0xFFFF for i in range(len(ones))]
+
         if held is not None:
-            return jnp.sum(_ones(test(held[2])))
+            return of(held[2])
 
-        def add(c: jax.Array, total: jax.Array) -> jax.Array:
-            return total + jnp.sum(_ones(test(row.chunk(c, launch.chunk)[2])))
+        def add(c: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+            return [t + n for t, n in zip(totals, of(row.chunk(c, launch.chunk)[2]), strict=True)]
 
-        return lax.fori_loop(0, row.chunks(launch.chunk), add, jnp.int32(0))
+        return lax.fori_loop(0, row.chunks(launch.chunk), add, [jnp.int32(0)] * len(tests))
 
-    def refine(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold + (jnp.int32(1) << (launch.format.bits - 1 - i))
-        return jnp.where(count(lambda key: key >= candidate) >= k, candidate, threshold)
+    def refine(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Finds a digit of the threshold; ``above`` is the count at the lowest limit too high."""
+        threshold, above = carry
+        unit = jnp.int32(1) << (launch.format.bits - _DIGIT - _DIGIT * i)
+        limits = [threshold + unit * np.int32(digit) for digit in range(1, 1 << _DIGIT)]
+        found_at = counts(*(partial(jnp.less_equal, limit) for limit in limits))
+        for limit, found in zip(limits, found_at, strict=True):
+            reached = found >= k
+            threshold = jnp.where(reached, limit, threshold)
+            above = jnp.maximum(above, jnp.where(reached, 0, found))
+        return threshold, above
 
     # with at most k visible entries the threshold stays below them all
-    many = launch.format.bits * (1 if launch.listed else _ones(row.left > launch.k))
-    threshold = lax.fori_loop(0, many, refine, jnp.int32(lowest))
-    need = k - count(lambda key: key > threshold)
+    few = np.int32(0) if launch.listed else _ones(row.left <= launch.k)
+    passes = launch.format.bits // _DIGIT * (1 - few)
+    threshold, above = lax.fori_loop(0, passes, refine, (jnp.int32(lowest), jnp.int32(0)))
+    above = lax.fori_loop(0, few, lambda _, __: counts(lambda key: key > lowest)[0], above)
+    need = k - above
 
-    fits = held if launch.part == launch.chunk else None
-
-    def emit(c: Any, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        place, ids, key = fits or row.chunk(c, launch.part)
-        above = key > threshold
+    def emit(
+        entries: tuple[jax.Array, jax.Array, jax.Array], before: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Writes what is chosen of some entries; returns how many came so far, equal ones apart."""
+        place, ids, key = entries
+        over = key > threshold
         equal = (key == threshold) & (threshold > lowest)
-        both = _ones(above) + (_ones(equal) << _HALF)
+        both = _ones(over) + (_ones(equal) << _HALF)
         running = jnp.cumsum(both)
-        above_before = before[0] + (running & 0xFFFF) - _ones(above)
+        over_before = before[0] + (running & 0xFFFF) - _ones(over)
         equal_before = before[1] + (running >> _HALF) - _ones(equal)
-        chosen = above | (equal & (equal_before < need))
+        chosen = over | (equal & (equal_before < need))
         if launch.blocks:
             plt.store(
                 out_ref.at[place], _ones(chosen).astype(jnp.int8), mask=place < launch.entries
             )
         else:
             # places that are not written point outside: the interpreter would write them back
-            target = jnp.where(chosen, above_before + jnp.minimum(equal_before, need), launch.k)
+            target = jnp.where(chosen, over_before + jnp.minimum(equal_before, need), launch.k)
             plt.store(out_ref.at[target], ids, mask=chosen)
         total = jnp.sum(both)
         return before[0] + (total & 0xFFFF), before[1] + (total >> _HALF)
 
     nothing = jnp.int32(0), jnp.int32(0)
-    if fits is not None:
-        above, equal = emit(0, nothing)
+    if held is not None and launch.part == launch.chunk:
+        emit(held, nothing)
     else:
         every = -(-launch.span // launch.part) if launch.blocks else row.chunks(launch.part)
-        above, equal = lax.fori_loop(0, every, emit, nothing)
+        lax.fori_loop(0, every, lambda c, carry: emit(row.chunk(c, launch.part), carry), nothing)
     if launch.blocks:
         return
-    total, width = above + jnp.minimum(equal, need), min(_power(launch.k), _FILL)
+    # above the lowest threshold there are k, or it would not have been raised
+    total, width = jnp.where(threshold > lowest, k, k - need), min(_power(launch.k), _FILL)
     for start in range(0, launch.k, width):
         place = start + jnp.arange(width, dtype=jnp.int32)
         empty = (place >= total) & (place < launch.k)
@@ -264,7 +285,7 @@ class Selection:
         listing = [pl.BlockSpec((None, entries), lambda i, j: (i, 0))] if listed else []
         stage = "blocks" if blocks else "merge" if listed else "topk"
         found = pl.pallas_call(
-            functools.partial(_body, launch=launch),
+            partial(_body, launch=launch),
             out_shape=out,
             grid=(rows, tiles),
             in_specs=[whole, pl.BlockSpec((None,), lambda i, j: (i,)), *listing],

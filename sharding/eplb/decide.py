@@ -77,6 +77,16 @@ def decide(
     )
 
 
+def decide_all(
+    trace: np.ndarray, layouts: np.ndarray, ranks: int, *, threshold: float = THRESHOLD
+) -> list[Decision]:
+    """Returns `decide` for every layer. trace: [S, L, E]. layouts: those in force, [L, slots]."""
+    return [
+        decide(trace[:, layer], layout, ranks, threshold=threshold)
+        for layer, layout in enumerate(layouts)
+    ]
+
+
 def _held_out_gain(trace: np.ndarray, present: np.ndarray, ranks: int) -> float:
     """Returns the share of J on odd steps that a plan made from even steps saves; 0 if idle."""
     planned, scored = trace[::2], trace[1::2]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.eplb.decide import decide, keep_in_place, plan_placement
-from sharding.eplb.load import LoadWindow, balance
+from sharding.eplb.load import LoadWindow
 from sharding.eplb.maps import check_layout, expert_maps, initial_layout, replica_counts
 from sharding.eplb.moves import moved_layout, plan_moves
 from sharding.eplb.score import busiest, imbalance, rank_loads
@@ -143,28 +143,20 @@ def test_moves_make_the_wanted_layout_of_the_present_one(seed, ranks, extras):
     assert moves.sent == missing  # an expert reaches a rank once
 
 
-def test_the_load_window_forgets_old_steps_and_counts_by_expert():
-    layouts = np.array([[0, 1, 2, 0], [2, 1, 0, 1]])
+def test_the_load_window_forgets_old_steps_and_idle_ones_are_none():
     window = LoadWindow(3, 2, 4)
-    window.add(np.zeros((2, 4), int))  # an idle step is none
+    assert not window.add(np.zeros((2, 4), int))
     assert len(window) == 0
     for step in range(5):
-        window.add(np.full((2, 4), step + 1))
-    assert len(window) == 3
-    found = window.by_expert(layouts, 3)
-    assert found.shape == (3, 2, 3)
-    assert found[:, 0, 0].tolist() == [6, 8, 10]  # two slots, oldest of the three steps first
-    assert found[2, 1].tolist() == [5, 10, 5]
+        assert window.is_full == (step >= 3)
+        assert window.add(np.full((2, 4), step + 1))
+    found = window.trace()
+    assert found.shape == (3, 2, 4)
+    assert found[:, 1, 3].tolist() == [3, 4, 5]  # oldest of the three steps first
     with pytest.raises(ShardingError):
         window.add(np.ones((2, 5), int))
     window.clear()
-    assert len(window) == 0
-
-
-def test_balance_is_mean_over_busiest():
-    rows = np.array([[3, 1, 0, 0], [0, 0, 2, 2]])
-    assert balance(rows, 2) == 0.5
-    assert balance(np.zeros((0, 4)), 2) == 1.0
+    assert (len(window), window.is_full, window.trace().shape) == (0, False, (0, 2, 4))
 
 
 def test_replicas_of_an_expert_share_its_rows():

@@ -40,10 +40,10 @@ def make_engine(branches, *, drafting, numerics="float32"):
     return Engine(loaded(branches, numerics), replace(RUNTIME, drafting=drafting))
 
 
-def control_flow(branches, *, drafting):
-    """Returns how often the largest step branches, loops on data, and loops a known time."""
+def control_flow(branches, *, drafting, place=0):
+    """Returns how often a step branches, loops on data, and loops a known time."""
     engine = make_engine(branches, drafting=drafting)
-    device, layout = engine._device, engine.scheduler.limits.layouts[-1]
+    device, layout = engine._device, engine.layouts[place]
     program = run_step.trace(
         device._params,
         device._leaves,
@@ -77,9 +77,12 @@ def test_the_step_for_a_gpu_has_no_condition_and_no_loop_of_unknown_length():
     assert found["dot_general"] > 100  # the walk has seen the layers
 
 
-def test_whether_drafts_are_made_is_the_only_condition_with_drafts():
-    found = control_flow("static", drafting=True)
-    assert (found["cond"], found["while"]) == (1, 0)
+def test_steps_with_and_without_drafting_are_programs_apart():
+    layouts = make_engine("static", drafting=True).layouts
+    assert [layout.makes_drafts for layout in layouts] == [True, False]
+    drafts, rests = (control_flow("static", drafting=True, place=place) for place in (0, 1))
+    assert drafts["cond"] == drafts["while"] == rests["cond"] == rests["while"] == 0
+    assert drafts["dot_general"] > rests["dot_general"]
 
 
 def test_the_other_form_branches():
