@@ -8,9 +8,9 @@ On all visible GPUs; with --small, where there is none, on `--devices` emulated 
 a: the collectives of a decode and a prefill step alone, found in the traced step, beside NVLink.
 b: nano whole, and eight layers at real sizes with 64 experts and random weights, on every mesh:
    bits of the logits against one GPU at level "batch". One weight bit flipped must be noticed.
-c: decode (rows per device fixed, 16,384 tokens each) and prefill (8,192 tokens a replica) per
-   mesh at level "off": efficiency against one GPU, share of collectives, and `plan`'s prediction,
-   as it is and given the time of one GPU.
+c: four such layers, decode (rows per device fixed, 16,384 tokens each) and prefill (8,192 tokens a
+   replica) per mesh at level "off": efficiency against one GPU, share of collectives, and `plan`'s
+   prediction, as it is and given the time of one GPU.
 d: EPLB under a skewed router: imbalance and step time before and after, bits unchanged.
 
 Every point runs in a process of its own. All compile side by side from shapes; what runs on the

@@ -1,4 +1,4 @@
-"""The network that `benchmarks.multi_gpu` runs on meshes: eight layers of every role, its caches.
+"""The network that `benchmarks.multi_gpu` runs on meshes: eight or four layers, its caches.
 
 Layers at the real sizes of DeepSeek-V4.1-Flash with 64 experts and random weights, or at nano's
 sizes for a dry run. Programs are compiled from shapes alone, so that many processes compile side
@@ -36,43 +36,60 @@ from sharding.footprint import zip_specs
 from sharding.mesh import CONTEXT_AXIS, DATA_AXES, MeshSizes, build_mesh, mesh_sizes
 from sharding.rules import padded
 
-#: Window; window with Engram; Full and Reuse at ratio 2; Full at ratio 1, which picks the
-#: candidates, and Reuse; Reindex and Reuse.
-RATIOS, KV_SOURCES, INDEX_SOURCES, CANDIDATES = (0, 0, 2, 2, 1, 1, 1, 1), (2, 4), (2, 4, 6), 4
+
+@dataclass(frozen=True)
+class Roles:
+    """What the layers of a slice do, as in `AttentionConfig` and `IndexerConfig`."""
+
+    ratios: tuple[int, ...]
+    kv_sources: tuple[int, ...]
+    index_sources: tuple[int, ...]
+    candidates: int
+    engram: int
+
+
+#: Eight for bits: window; window with Engram; Full and Reuse at ratio 2; Full at ratio 1, which
+#: picks the candidates, and Reuse; Reindex and Reuse. Four for times, which compile in half the
+#: time: the same without the first window and the Reuse layers.
+SLICES = {
+    8: Roles((0, 0, 2, 2, 1, 1, 1, 1), (2, 4), (2, 4, 6), candidates=4, engram=1),
+    4: Roles((0, 2, 1, 1), (1, 2), (1, 2, 3), candidates=2, engram=0),
+}
 
 
 @dataclass(frozen=True)
 class Setting:
     """kernels: "fast" (the best of every op) or "load" (what `load` picks). mesh: {}: one device.
 
-    extras: slots for copies of experts, in every layer.
+    layers: of `SLICES`.
     """
 
     level: Any
     kernels: str
     mesh: tuple[tuple[str, int], ...] = ()
     small: bool = False
-    extras: int = 0
+    layers: int = 8
 
 
 def slice_config(setting: Setting) -> ModelConfig:
-    """Returns the config of the eight layers on the mesh of a setting."""
+    """Returns the config of the layers on the mesh of a setting."""
+    roles = SLICES[setting.layers]
     base = read_config(EMBEDDED) if setting.small else preset("deepseek-v4.1-flash")
     assert base.engram is not None
     rows = base.engram.engram_vocab_size if setting.small else TABLE_ROWS
-    engram = replace(base.engram, engram_layer_ids=(1,), engram_vocab_size=rows)
+    engram = replace(base.engram, engram_layer_ids=(roles.engram,), engram_vocab_size=rows)
     engram = replace(engram, engram_num_embeddings=engram_primes(engram).num_embeddings)
     experts = base.moe.n_routed_experts if setting.small else EXPERTS
     config = replace(
         base,
-        num_hidden_layers=len(RATIOS),
+        num_hidden_layers=len(roles.ratios),
         attention=replace(
             base.attention,
-            compress_ratios=RATIOS,
-            kv_source_layer_ids=KV_SOURCES,
-            index_source_layer_ids=INDEX_SOURCES,
+            compress_ratios=roles.ratios,
+            kv_source_layer_ids=roles.kv_sources,
+            index_source_layer_ids=roles.index_sources,
         ),
-        indexer=replace(base.indexer, candidate_source_layer_id=CANDIDATES),
+        indexer=replace(base.indexer, candidate_source_layer_id=roles.candidates),
         moe=replace(base.moe, n_routed_experts=experts),
         engram=engram,
         draft=None,

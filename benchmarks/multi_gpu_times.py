@@ -74,7 +74,7 @@ def warm(work: Work, task: dict[str, Any]) -> None:
     if jax.config.jax_compilation_cache_dir and not work.small:
         with turn(work.lock):
             for mesh in task["meshes"]:
-                setting = slices.Setting("off", "fast", tuple(mesh.items()))
+                setting = slices.Setting("off", "fast", tuple(mesh.items()), layers=4)
                 config = slices.slice_config(setting)
                 params = slices.slice_params(config)
                 for case in cases_of(work.small, slices.sizes_of(config).cp):
@@ -86,7 +86,8 @@ def warm(work: Work, task: dict[str, Any]) -> None:
 def throughput(work: Work, task: dict[str, Any]) -> None:
     """One case on one mesh: step time, share of collectives, idle time, what `plan` says."""
     mesh = tuple(task["mesh"].items())
-    config = slices.slice_config(slices.Setting(task["level"], task["kernels"], mesh, work.small))
+    setting = slices.Setting(task["level"], task["kernels"], mesh, work.small, layers=4)
+    config = slices.slice_config(setting)
     cases = cases_of(work.small, slices.sizes_of(config).cp)
     case = next(case for case in cases if case.name == task["case"])
     line = {"point": "step", "what": "slice", "level": task["level"], "case": case.name}
@@ -236,7 +237,7 @@ def collectives(work: Work, task: dict[str, Any]) -> None:
     Sizes below 4 KiB stand for each other: one of 64 bytes is measured for them.
     """
     mesh = tuple(task["mesh"].items())
-    config = slices.slice_config(slices.Setting("off", "load", mesh, work.small))
+    config = slices.slice_config(slices.Setting("off", "load", mesh, work.small, layers=4))
     ranks, grid = slices.sizes_of(config).devices, build_mesh(dict(mesh))
     wanted: dict[Collective, dict[str, int]] = {}
     for case in cases_of(work.small, slices.sizes_of(config).cp):

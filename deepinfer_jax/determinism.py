@@ -141,7 +141,7 @@ def _designed(
     if level == "run":
         stock = (False, "at level run products and sums are XLA's, in an order that follows shapes")
         return {"D0": _run_to_run(platform, xla_flags), **dict.fromkeys(PROMISES[1:], stock)}
-    fault = _batch_fault(platform, xla_flags) or _mesh_fault(platform, execution)
+    fault = _batch_fault(platform, xla_flags)
     if fault is not None:
         return dict.fromkeys(PROMISES, (False, fault))
     return {
@@ -226,17 +226,6 @@ def _batch_fault(platform: str, xla_flags: str) -> str | None:
         named = (f"{flag['name']}={flag['value']} ({flag['why']})" for flag in against)
         return "XLA_FLAGS has " + "; ".join(named)
     return None
-
-
-def _mesh_fault(platform: str, execution: ExecutionConfig) -> str | None:
-    """Returns why level "batch" cannot be held on the mesh of a config, or None."""
-    ranks = 1 if execution.mesh is None else mesh_sizes(execution.mesh).expert_parallel
-    if platform == "cpu" or ranks == 1:
-        return None
-    return (
-        f"a layer's experts lie on {ranks} GPUs (dp x cp x tp), and two H200s gave other bits with "
-        f"cp=2 ({SEVERAL_GPUS}); a cause was mended since, and not measured again: use er there"
-    )
 
 
 def _meshes(platform: str) -> tuple[bool, str]:
