@@ -18,7 +18,6 @@ from deepinfer_jax.config.model import ExecutionConfig, ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.environment import numerics_flags, parse_xla_flags
 from deepinfer_jax.errors import ConfigError
-from sharding.mesh import mesh_sizes
 
 PROMISES = ("D0", "D1", "D2", "D3", "D4", "D5")
 #: Promise -> (whether it is held, the reason).
