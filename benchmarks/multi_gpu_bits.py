@@ -168,7 +168,7 @@ def slice_bits(work: Work, task: dict[str, Any]) -> None:
 
 def bucket_bits(work: Work, task: dict[str, Any]) -> None:
     """The slice on one device: the same steps in programs of two lengths, as buckets have them."""
-    short, long = (48, 96) if work.small else (128, 256)
+    short, long = (48, 96) if work.small else (256, 512)  # blocks of a GPU have 256 rows
     config, runtime, steps = _slice(work, task, short)
     with work.phase("compile"), ThreadPoolExecutor(2) as pool:
         programs = list(

@@ -45,14 +45,15 @@ class DraftPolicy:
     """The policy of `RuntimeConfig.draft_policy`.
 
     size: drafts of a round, 0 without drafting. most, threshold: words of the plan's header.
-    corrections: what rows cost, None unless scheduled. exact_only: no request can have another
-    rule.
+    corrections: what rows cost, None unless scheduled. budget: rows of a step that rounds share
+    with prompts. exact_only: no request can have another rule.
     """
 
     size: int
     most: int
     threshold: float = 0.0
     corrections: Corrections | None = None
+    budget: int = 0
     exact_only: bool = True
     _paused: int = field(default=0, init=False)
     _next_pause: int = field(default=_FIRST_PAUSE, init=False)
@@ -75,10 +76,12 @@ class DraftPolicy:
         most = self.most if asked is None else min(self.most, asked)
         return max(0, min(most, sequence.room - sequence.produced - 1))
 
-    def rows(self, sequences: Items[Sequence], spans: Items[int]) -> tuple[int, bool]:
+    def rows(
+        self, sequences: Items[Sequence], spans: Items[int], prompt_rows: int = 0
+    ) -> tuple[int, bool]:
         """Returns (rows that the rounds of these sequences share, whether drafts are made).
 
-        spans: rows of each round at most.
+        spans: rows of each round at most. prompt_rows: that prompts would like in the same step.
         """
         most = sum(spans)
         if self.corrections is None:
@@ -100,6 +103,8 @@ class DraftPolicy:
             complete_survival(survival, is_known, drafts, usual),
             lambda rows: corrections.seconds(rows, context),
             capacity=count + int(drafts.sum()),
+            prompt_rows=prompt_rows,
+            budget=self.budget,
             draft_seconds=corrections.drafting_seconds(count),
         )
         if is_known.any():
@@ -174,5 +179,6 @@ def draft_policy(
         size=size,
         most=size,
         corrections=Corrections(assumed_cost(execution.row_step, layouts[-1].rows)),
+        budget=runtime.max_tokens_per_step,
         exact_only=execution.determinism == "batch",
     )

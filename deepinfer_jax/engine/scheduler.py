@@ -40,7 +40,7 @@ class Scheduler:
         self.images = ImagePool(limits.layouts[-1].image_rows)
         self.counters: Counter[str] = Counter()
         self._vectors = PlanVectors(limits.depth + 2)
-        self._generation = 0
+        self._generation = self._prompts = 0  # rows that prompts will want of the next step
         self._deltas: list[tuple[int, int, int]] = []
 
     # -- requests ---------------------------------------------------------------------------------
@@ -108,6 +108,8 @@ class Scheduler:
         if deltas:
             parts.deltas[: len(deltas)] = deltas
         self.counters["steps"] += 1
+        is_full = plan.prompt_rows and plan.rows >= limits.budget
+        self._prompts = limits.budget if is_full else plan.prompt_rows
         return self._fit(plan, parts, len(deltas))
 
     def _fit(self, plan: StepPlan, parts: PlanParts, deltas: int) -> StepPlan:
@@ -167,7 +169,7 @@ class Scheduler:
             if sequence.matcher is not None:
                 plan.is_constrained = True
         parts.rounds[: len(slots)] = slots
-        plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans)
+        plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans, self._prompts)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Gives the sequence blocks for so many tokens, taking them from the last rank if need
@@ -342,15 +344,13 @@ class Scheduler:
         rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
         if rounds and self.policy.corrections is not None:
             context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
-            made = plan.makes_drafts
-            self.policy.observe(rows, rounds, context, seconds, made_drafts=made)
+            self.policy.observe(rows, rounds, context, seconds, made_drafts=plan.makes_drafts)
         for place, (sequence, generation) in enumerate(plan.emits):
             found = results[place]
             if sequence.generation != generation:
                 continue  # ended or preempted since
-            kept = found.kept
-            sequence.append(kept)
-            sequence.planned += len(kept) - 1
+            sequence.append(found.kept)
+            sequence.planned += len(found.kept) - 1
             if found.survival is not None:
                 before = sequence.survivals[:1]
                 sequence.survivals = (found.survival, *before) if plan.makes_drafts else ()

@@ -156,7 +156,7 @@ def test_efficiency_predictions_and_the_reason(tmp_path):
     assert line["within_30_percent"] == {
         "as_shipped": False,
         "one_gpu_plus_exchange": True,
-        "one_gpu_scaled_plus_exchange": True,
+        "one_gpu_plus_differences": True,
     }
 
 

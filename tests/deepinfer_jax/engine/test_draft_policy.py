@@ -105,6 +105,18 @@ def test_a_schedule_pauses_while_drafts_do_not_pay_and_tries_again():
     assert found[-1] == (5, True)
 
 
+def test_a_schedule_pauses_while_prompts_wait_for_its_rows():
+    policy = scheduled(budget=64)
+    policy.rows([], [])
+    running = [sequence(GOOD) for _ in range(2)]
+    spans = [1 + policy.drafts_of(one) for one in running]
+    assert policy.rows(running, spans) == (12, True)  # nobody waits
+    assert policy.rows(running, spans, 64) == (2, False)
+    while not policy.rows(running, spans)[1]:
+        pass
+    assert policy.rows(running, spans) == (12, True)
+
+
 def test_what_a_schedule_may_know():
     """Rules other than "exact": not the survivals of the very drafts that the plan verifies."""
     at_once, later = sequence(BAD, GOOD), sequence(BAD, GOOD)

@@ -4,13 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.errors import InputError
 from deepinfer_jax.speculative.budget import (
     Budget,
     best_total,
     complete_survival,
-    fixed_total,
-    threshold_lengths,
 )
 from deepinfer_jax.speculative.cost import Corrections, StepCost
 from deepinfer_jax.speculative.schedule import verify_lengths
@@ -38,25 +35,29 @@ def survivals(draw, sequences, drafts):
     return np.cumprod(confidence, axis=1, dtype=np.float32)
 
 
-def brute_force(survival, cost, *, capacity, extra_rows, draft_seconds):
-    """The search of engine.md 3.6, entry by entry."""
+def brute_force(survival, cost, *, capacity, prompt_rows, budget, draft_seconds):
+    """The search of engine.md 3.6, entry by entry; rows of prompts count as tokens."""
     sequences = len(survival)
     rates = sorted((0.0 if np.isnan(s) else float(s) for s in survival.flat), reverse=True)
 
+    def prompts(total):
+        return max(0, min(prompt_rows, budget - total))
+
     def seconds(total):
-        return float(cost(np.asarray([total + extra_rows]))[0])
+        return float(cost(np.asarray([total + prompts(total)]))[0])
 
     tokens, total, best = float(sequences), sequences, None
     for rate in [None, *rates]:
         if rate is not None:
             tokens, total = tokens + rate, total + 1
-            if total + extra_rows > capacity:
+            if total > capacity:
                 break
-        throughput = tokens / (seconds(total) + draft_seconds)
+        throughput = (tokens + prompts(total)) / (seconds(total) + draft_seconds)
         if best is None or throughput > best[0]:
             best = throughput, total, tokens
     assert best is not None
-    return best[1], best[2], best[0] > sequences / seconds(sequences)
+    plain = (sequences + prompts(sequences)) / seconds(sequences)
+    return best[1], best[2], best[0] > plain, best[1] + prompts(best[1])
 
 
 @pytest.mark.parametrize("may_fall", [False, True])
@@ -69,16 +70,16 @@ def test_equals_brute_force_on_random_staircases(may_fall):
         cost = curve(staircase(draw, 200, may_fall=may_fall))
         options = {
             "capacity": int(draw.integers(1, 120)),
-            "extra_rows": int(draw.integers(0, 30)),
+            "prompt_rows": int(draw.integers(0, 30)) * int(draw.integers(0, 2)),
+            "budget": int(draw.integers(0, 100)),
             "draft_seconds": float(draw.choice([0.0, 0.5, 3.0])),
         }
         found = best_total(survival, cost, **options)
-        total, tokens, pays = brute_force(survival, cost, **options)
+        total, tokens, pays, rows = brute_force(survival, cost, **options)
         assert (found.total, found.tokens, found.drafting_pays) == (total, tokens, pays)
-        rows = np.asarray([total + options["extra_rows"]])
-        assert found.seconds == cost(rows)[0] + options["draft_seconds"]
+        assert found.seconds == cost(np.asarray([rows]))[0] + options["draft_seconds"]
         assert sequences <= found.total <= sequences * (1 + drafts)
-        assert found.total + options["extra_rows"] <= options["capacity"] or total == sequences
+        assert found.total <= options["capacity"] or total == sequences
         inner += sequences < total < sequences * (1 + drafts)
     assert inner > 50  # most totals would otherwise be trivial
 
@@ -175,18 +176,30 @@ def test_one_sequence_and_none():
 
 def test_the_capacity_binds_but_every_sequence_keeps_its_row():
     ones, flat = np.ones((4, 5), np.float32), curve(np.ones(100))
-    rows = (34, 33, 20, 15, 14, 11, 1)
+    rows = (24, 23, 10, 5, 4, 1, 0)
     wanted = [24, 23, 10, 5, 4, 4, 4]
-    assert [best_total(ones, flat, capacity=c, extra_rows=10).total for c in rows] == wanted
-    assert [fixed_total(4, 5, capacity=c, extra_rows=10) for c in rows] == wanted
-    assert fixed_total(4, 2, capacity=100) == 12
+    assert [best_total(ones, flat, capacity=c).total for c in rows] == wanted
 
 
 def test_prompt_rows_move_the_stairs():
-    steep = curve(np.repeat(np.arange(1.0, 9.0), 8))  # a step every 8 rows from row 8 on
+    steep = curve(np.repeat(np.arange(1.0, 30.0), 8))  # a step every 8 rows from row 8 on
     survival = np.full((2, 2), 0.5, np.float32)
-    assert best_total(survival, steep, capacity=MANY, extra_rows=1).total == 6  # all on one stair
-    assert best_total(survival, steep, capacity=MANY, extra_rows=4).total == 3  # up to row 7
+    totals = [
+        best_total(survival, steep, capacity=MANY, prompt_rows=p, budget=MANY).total
+        for p in (0, 1, 4, 5, 6, 200)
+    ]
+    assert totals == [6, 6, 3, 2, 6, 6]  # up to row 7, or all where the next stair is reached anyway
+
+
+def test_where_prompts_wait_drafts_must_be_worth_the_rows_that_prompts_lose():
+    """A full step: each draft takes the place of a row that a prompt waits for."""
+    flat, ones = curve(np.ones(400)), np.full((10, 5), 0.9, np.float32)
+    alone = best_total(ones, flat, capacity=MANY, draft_seconds=0.5)
+    assert (alone.total, alone.drafting_pays) == (60, True)
+    beside = best_total(ones, flat, capacity=MANY, prompt_rows=256, budget=256, draft_seconds=0.5)
+    assert (beside.total, beside.drafting_pays) == (10, False)
+    few = best_total(ones, flat, capacity=MANY, prompt_rows=20, budget=256, draft_seconds=0.5)
+    assert (few.total, few.drafting_pays) == (60, True)  # 75 of both in 1.5 s, 30 in 1 s without
 
 
 def test_drafting_pays_only_for_its_own_seconds():
@@ -240,16 +253,3 @@ def test_the_device_shares_out_every_total():
     assert lengths.sum() == found.total
     chosen = sum(survival[i, : q - 1].sum() for i, q in enumerate(lengths))
     assert 5 + chosen == pytest.approx(found.tokens, rel=1e-6)
-
-
-def test_threshold_lengths():
-    survival = np.asarray(
-        [[0.9, 0.5, 0.1], [0.4, 0.4, 0.4], [1, 1, 1], [np.nan, 0.9, 0.9], [0.5, 0.2, 0.9]],
-        np.float32,
-    )
-    assert threshold_lengths(survival, 0.5).tolist() == [3, 1, 4, 1, 2]
-    assert threshold_lengths(survival, 1.0).tolist() == [1, 1, 4, 1, 1]
-    assert threshold_lengths(survival[:, :0], 0.5).tolist() == [1] * 5
-    for outside in (0.0, -0.1, 1.5, float("nan")):
-        with pytest.raises(InputError, match="threshold"):
-            threshold_lengths(survival, outside)
