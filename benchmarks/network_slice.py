@@ -188,6 +188,11 @@ def bounds(config: Any, case: Case) -> dict[str, float]:
     dense += [(engram, 2.0 * rows * engram)]
     bf16 = width * attention.o_lora_rank + hidden * EXPERTS
     plain = [(2.0 * bf16, 2.0 * rows * bf16)] * layers
+    # coefficients of the streams, in and out, in every half of a layer
+    mixed = config.mhc.hc_mult * (config.mhc.hc_mult + 2)
+    mix = [(8.0 * rows * mixed, 0.0)] * 2 * layers
+    widths = [hidden] * (2 * layers + 1) + [latent, attention.head_dim] * layers
+    norm = [(4.0 * rows * width, 0.0) for width in widths]
     ops = {
         "sparse_mla_decode": attend,
         "indexer_logits": score,
@@ -195,6 +200,8 @@ def bounds(config: Any, case: Case) -> dict[str, float]:
         "grouped_matmul": grouped,
         "block_scaled_matmul": dense,
         "matmul_bf16": plain,
+        "mhc_pre": mix,
+        "rms_norm_quant": norm,
     }
     return {
         op: sum(max(moved / COPY, flop / BF16) for moved, flop in parts) * 1e6

@@ -192,6 +192,12 @@ def _body(*refs: Any, launch: _Launch) -> None:
     threshold, above = lax.fori_loop(0, passes, refine, (jnp.int32(lowest), jnp.int32(0)))
     above = lax.fori_loop(0, few, lambda _, __: counts(lambda key: key > lowest)[0], above)
     need = k - above
+    # above the lowest threshold there are k, or it would not have been raised
+    total, width = jnp.where(threshold > lowest, k, above), min(_power(launch.k), _FILL)
+    for start in range(0, 0 if launch.blocks else launch.k, width):
+        place = start + jnp.arange(width, dtype=jnp.int32)
+        empty = (place >= total) & (place < launch.k)
+        plt.store(out_ref.at[place], jnp.full((width,), -1, jnp.int32), mask=empty)
 
     def emit(
         entries: tuple[jax.Array, jax.Array, jax.Array], before: tuple[jax.Array, jax.Array]
@@ -222,14 +228,6 @@ def _body(*refs: Any, launch: _Launch) -> None:
     else:
         every = -(-launch.span // launch.part) if launch.blocks else row.chunks(launch.part)
         lax.fori_loop(0, every, lambda c, carry: emit(row.chunk(c, launch.part), carry), nothing)
-    if launch.blocks:
-        return
-    # above the lowest threshold there are k, or it would not have been raised
-    total, width = jnp.where(threshold > lowest, k, k - need), min(_power(launch.k), _FILL)
-    for start in range(0, launch.k, width):
-        place = start + jnp.arange(width, dtype=jnp.int32)
-        empty = (place >= total) & (place < launch.k)
-        plt.store(out_ref.at[place], jnp.full((width,), -1, jnp.int32), mask=empty)
 
 
 @dataclass(frozen=True)
@@ -269,9 +267,11 @@ class Selection:
         """Returns one kernel's result: ids int32 [m, tiles * k], or int8 [m, n]."""
         rows, size = scores.shape
         entries = size if ids is None else ids.shape[1]
-        tiles, chunk = -(-entries // span), min(_power(span), self.config.most)
-        part = chunk if blocks and span <= chunk else min(chunk, self.config.part)
+        tiles = -(-entries // span)
+        # reading again takes registers too
+        chunk = _power(span) if span <= self.config.most else self.config.most // 2
         listed = ids is not None
+        part = chunk if span <= chunk and not listed else min(chunk, self.config.part)
         launch = _Launch(
             _Format(8 * scores.dtype.itemsize), k, entries, span, chunk, part, listed, blocks
         )
