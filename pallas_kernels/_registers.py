@@ -112,35 +112,21 @@ Q8 = Recipe(0, (0x9180, 0xB3A2), 4, 0x87F0, 120)
 Q4N = Recipe(4, (0xC480, 0xD591, 0xE6A2, 0xF7B3), 2, 0x81C0, 126)
 
 
-def _pair(first: Any, word: Any, selector: int, factor: Any, recipe: Recipe) -> Any:
-    """Returns one pair of a word of codes, times ``factor``."""
-    from jaxlib.mlir.dialects import arith
-
-    moved = arith.shli(_permute(first, word, selector), const(recipe.shift))
-    bits = arith.andi(moved, const(recipe.mask * 0x10001))
-    # two products: that of both factors may be too large
-    return _times(_times(bits, const(_twice(recipe.power))), factor)
-
-
 def _pairs(word: Any, factor: Any, recipe: Recipe) -> list[Any]:
     """Returns the pairs of a word of codes, each times ``factor``."""
     from jaxlib.mlir.dialects import arith
 
     first = arith.shli(word, const(recipe.raised)) if recipe.raised else word
-    return [_pair(first, word, selector, factor, recipe) for selector in recipe.moves]
+    pairs = []
+    for selector in recipe.moves:
+        moved = arith.shli(_permute(first, word, selector), const(recipe.shift))
+        bits = arith.andi(moved, const(recipe.mask * 0x10001))
+        # two products: that of both factors may be too large
+        pairs.append(_times(_times(bits, const(_twice(recipe.power))), factor))
+    return pairs
 
 
-def q8_pair(codes: Any, factor: Any) -> Any:
-    """Returns two E4M3 codes, in the low half of a register, times ``factor``; 0x7f reads as 480.
-
-    Args:
-        codes: the register.
-        factor: what ``q8_factor`` returns.
-    """
-    return _pair(codes, codes, Q8.moves[0], factor, Q8)
-
-
-def q8_factor(byte: Any) -> Any:
+def _q8_factor(byte: Any) -> Any:
     """Returns 2^(byte - 127) twice; byte 0 is the subnormal 2^-127, byte 255 reads as infinity."""
     from jaxlib.mlir.dialects import arith
 
@@ -164,5 +150,5 @@ def decode_lane(words: list[Any], byte: Any) -> list[Any]:
         byte: the scale: an exponent for E4M3, an E4M3 code for E2M1.
     """
     recipe = Q8 if len(words) == 4 else Q4N
-    factor = q8_factor(byte) if recipe is Q8 else _q4n_factor(byte)
+    factor = _q8_factor(byte) if recipe is Q8 else _q4n_factor(byte)
     return [pair for word in words for pair in _pairs(word, factor, recipe)]

@@ -44,8 +44,7 @@ def block_scaled_matmul(
         x_codes: E4M3 codes [m, k], uint8 or float8_e4m3fn; or the Q8 values they stand for as
             bfloat16 [m, k], which is exact and saves a pass where the caller has them. m may be 0.
         x_scale: E8M0 bytes uint8 [m, k / 32]; None with bfloat16 values.
-        w: "fp8_block32" [n, k] with 32x32 E8M0 scales, finite: kernels read E8M0 255 (NaN) as
-            infinity, and for few rows the NaN codes of E4M3 as 480.
+        w: "fp8_block32" [n, k] with 32x32 E8M0 scales. Kernels read E8M0 255 (NaN) as infinity.
         implementation: "xla", "mosaic_sm90", "mosaic_sm100" or "pallas_interpret".
 
     Returns:

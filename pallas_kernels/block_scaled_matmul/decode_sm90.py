@@ -11,11 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels._mosaic import H200_SMS, load, pl, plgpu, tiled
-from pallas_kernels._registers import const, i32, q8_factor, q8_pair
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile
 from pallas_kernels.block_scaled_matmul.ring import (
     COPY_REGISTERS,
@@ -44,8 +42,11 @@ def _scale(word: jax.Array, byte: int) -> jax.Array:
     return lax.bitcast_convert_type(bits, _FLOAT).astype(jnp.bfloat16)
 
 
-def _decode_plain(codes: jax.Array, words: jax.Array, half: int) -> jax.Array:
-    """Returns what ``_decode`` does, in plain jnp, for the interpreter."""
+def _decode(codes: jax.Array, words: jax.Array, half: int) -> jax.Array:
+    """Returns one half of e4m3 codes [64, WORD] times their scales as bfloat16 [64, 64]; exact.
+
+    ``words`` [64] hold the four scale bytes of every row.
+    """
 
     def scaled(group: int) -> jax.Array:
         part = codes[:, group * GROUP : (group + 1) * GROUP].astype(_FLOAT).astype(jnp.bfloat16)
@@ -54,55 +55,8 @@ def _decode_plain(codes: jax.Array, words: jax.Array, half: int) -> jax.Array:
     return lax.concatenate([scaled(2 * half), scaled(2 * half + 1)], 1)
 
 
-def _decode(codes: jax.Array, words: jax.Array, half: int) -> jax.Array:
-    """Returns one half of e4m3 codes [64, WORD] times their scales as bfloat16 [64, 64]; exact.
-
-    Integer moves on pairs: with the conversions that the hardware has, decoding took twice as long
-    as reading. The NaN codes read as 480.
-
-    Args:
-        codes: float8_e4m3fn.
-        words: int32 [64], the four scale bytes of every row.
-        half: which 64 of the columns.
-    """
-    from jax.experimental.mosaic.gpu.fragmented_array import WGMMA_LAYOUT, FragmentedArray
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
-    layout = plgpu.Layout.WGMMA
-    shape = (ROWS, HALF)
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout),
-    )
-    def decode(_: Any, codes: Any, words: Any) -> Any:
-        both = ir.VectorType.get((1,), ir.IntegerType.get_signless(16))
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        single = ir.VectorType.get((1,), i32())
-
-        def factor(word: Any, group: int) -> Any:
-            byte = arith.shrui(vector.extract(word, [], [0]), const(8 * group))
-            return q8_factor(arith.andi(byte, const(0xFF)))
-
-        # by 8 columns, and of those by the thread's two rows
-        groups = [2 * half + group for group in range(2)]
-        factors = [factor(word, group) for group in groups for word in words.registers.flat]
-        registers = np.empty(WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-        flat = registers.reshape(-1)
-        first = half * flat.size
-        for i, register in enumerate(codes.registers.reshape(-1)[first : first + flat.size]):
-            narrow = vector.extract(vector.bitcast(both, register), [], [0])
-            scaled = q8_pair(arith.extui(i32(), narrow), factors[i // (flat.size // 2) * 2 + i % 2])
-            flat[i] = vector.bitcast(pair, vector.broadcast(single, scaled))
-        return FragmentedArray(_registers=registers, _layout=WGMMA_LAYOUT, _is_signed=None)
-
-    return decode(codes, words)
-
-
 def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], interpret: bool) -> None:
     x, w, scale, out, x_smem, w_smem, scale_smem, out_smem, full, empty, *staged = refs
-    decode = _decode_plain if interpret else _decode
     wg = lax.axis_index("wg")
     height = ROWS * tile.blocks * tile.warpgroups
     ring = Ring(tile.stages, full, empty)
@@ -184,7 +138,7 @@ def _body(*refs: Any, tile: DecodeTile, steps: int, grid: tuple[int, int], inter
                         high = scale_smem[slot, word, group + 1]
                         row_words = jnp.where(is_low, low, high)
                         for half in range(2):
-                            part = decode(codes, row_words, half)
+                            part = _decode(codes, row_words, half)
                             columns = pl.ds(word * WORD + half * HALF, HALF)
                             multiply(acc, part, x_smem.at[slot].at[:, columns])
                             if tile.in_flight and word == half == 0:

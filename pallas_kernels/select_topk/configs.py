@@ -11,7 +11,7 @@ class SelectConfig:
 
     Attributes:
         most: entries a program holds in registers, a power of two, at most 16384; a program with
-            more of them reads them again in every pass, half as many at once.
+            more of them reads them again in every pass.
         tile: entries of a program where a longer row is split over several; a power of two.
         part: entries emitted at once where they were read again or are a list, which takes more
             registers than counting; a power of two.

@@ -1,9 +1,9 @@
 """Selection as Pallas-Triton kernels: the k-th largest key is found by counting, nothing is sorted.
 
-Scores become integers of the same order. A threshold is built digit by digit from the top: the
-largest digit with which at least k keys still reach it. One pass then emits every key above the
-threshold and the first ones equal to it; their places are running sums, so ids come out ascending.
-Counts are integers: no cut of a row can change them.
+Scores become integers of the same order. A threshold is built bit by bit from the top: a bit stays
+if at least k keys reach the candidate. One pass then emits every key above the threshold and the
+first ones equal to it; their places are running sums, so ids come out ascending. Counts are
+integers: no cut of a row can change them.
 
 A long row is split over programs that each keep their own k best; a second kernel selects among
 the kept ids with the same body. What the whole row keeps, its tile keeps too.
@@ -25,7 +25,6 @@ from pallas_kernels.select_topk.configs import SelectConfig
 
 _FILL = 4096  # places a store of -1 covers
 _HALF = 16  # two running counts share an integer
-_DIGIT = 2  # bits of a threshold that a pass finds
 
 
 @dataclass(frozen=True)
@@ -156,41 +155,29 @@ def _body(*refs: Any, launch: _Launch) -> None:
     # what fits stays in registers; what does not is read again in every pass
     held = row.chunk(0, launch.chunk) if launch.span <= launch.chunk else None
 
-    def counts(*tests: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-        """Returns how many keys pass each test; two counts share a sum, for sums wait."""
-
-        def of(key: jax.Array) -> list[jax.Array]:
-            ones = [_ones(test(key)) for test in tests]
-            pairs = zip(ones[::2], [one << _HALF for one in ones[1::2]], strict=False)
-            sums = [jnp.sum(one + other) for one, other in pairs]
-            sums += [jnp.sum(ones[-1])] if len(ones) % 2 else []
-            return [(sums[i // 2] >> (_HALF * (i % 2))) & 0xFFFF for i in range(len(ones))]
-
+    def count(test: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Returns how many keys pass a test."""
         if held is not None:
-            return of(held[2])
+            return jnp.sum(_ones(test(held[2])))
 
-        def add(c: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-            return [t + n for t, n in zip(totals, of(row.chunk(c, launch.chunk)[2]), strict=True)]
+        def add(c: jax.Array, total: jax.Array) -> jax.Array:
+            return total + jnp.sum(_ones(test(row.chunk(c, launch.chunk)[2])))
 
-        return lax.fori_loop(0, row.chunks(launch.chunk), add, [jnp.int32(0)] * len(tests))
+        return lax.fori_loop(0, row.chunks(launch.chunk), add, jnp.int32(0))
 
     def refine(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Finds a digit of the threshold; ``above`` is the count at the lowest limit too high."""
+        """Finds a bit of the threshold; ``above`` is the count at the last limit too high."""
         threshold, above = carry
-        unit = jnp.int32(1) << (launch.format.bits - _DIGIT - _DIGIT * i)
-        limits = [threshold + unit * np.int32(digit) for digit in range(1, 1 << _DIGIT)]
-        found_at = counts(*(partial(jnp.less_equal, limit) for limit in limits))
-        for limit, found in zip(limits, found_at, strict=True):
-            reached = found >= k
-            threshold = jnp.where(reached, limit, threshold)
-            above = jnp.maximum(above, jnp.where(reached, 0, found))
-        return threshold, above
+        candidate = threshold + (jnp.int32(1) << (launch.format.bits - 1 - i))
+        found = count(lambda key: key >= candidate)
+        reached = found >= k
+        return jnp.where(reached, candidate, threshold), jnp.where(reached, above, found)
 
     # with at most k visible entries the threshold stays below them all
     few = np.int32(0) if launch.listed else _ones(row.left <= launch.k)
-    passes = launch.format.bits // _DIGIT * (1 - few)
+    passes = launch.format.bits * (1 - few)
     threshold, above = lax.fori_loop(0, passes, refine, (jnp.int32(lowest), jnp.int32(0)))
-    above = lax.fori_loop(0, few, lambda _, __: counts(lambda key: key > lowest)[0], above)
+    above = lax.fori_loop(0, few, lambda _, __: count(lambda key: key > lowest), above)
     need = k - above
     # above the lowest threshold there are k, or it would not have been raised
     total, width = jnp.where(threshold > lowest, k, above), min(_power(launch.k), _FILL)
@@ -267,9 +254,7 @@ class Selection:
         """Returns one kernel's result: ids int32 [m, tiles * k], or int8 [m, n]."""
         rows, size = scores.shape
         entries = size if ids is None else ids.shape[1]
-        tiles = -(-entries // span)
-        # reading again takes registers too
-        chunk = _power(span) if span <= self.config.most else self.config.most // 2
+        tiles, chunk = -(-entries // span), min(_power(span), self.config.most)
         listed = ids is not None
         part = chunk if span <= chunk and not listed else min(chunk, self.config.part)
         launch = _Launch(
