@@ -6,12 +6,14 @@ what the first decides (parallelism.md 6).
 """
 
 import os
+import re
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 
@@ -31,11 +33,15 @@ HEARTBEAT_SECONDS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """The job: address of its first process, how many there are, which of them this one is."""
+    """The job: address of its first process, how many there are, which of them this one is.
+
+    device: the one of its host's devices that it uses; None uses all it can see.
+    """
 
     coordinator: str
     count: int
     index: int
+    device: int | None = None
 
 
 def find_processes(
@@ -67,16 +73,29 @@ def find_processes(
                 f"{', '.join(missing)} missing from {source}",
                 "give all three, or set " + ", ".join(names[key] for key in missing),
             )
-        return _checked(found, source)
+        return _checked(found, source, _own_device(environment))
     return None
 
 
-def _checked(found: Mapping[str, Any], source: str) -> Processes | None:
+def _own_device(environment: Mapping[str, str]) -> int | None:
+    """Returns the device of this process where SLURM starts several on a host, else None.
+
+    One process of a host gets all its devices, where jax would give it the first alone.
+    """
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE"))
+    place = environment.get("SLURM_LOCALID", "")
+    if not place.isdigit() or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None
+    return None if tasks and re.fullmatch(r"1(\(x\d+\))?", tasks) else int(place)
+
+
+def _checked(found: Mapping[str, Any], source: str, device: int | None) -> Processes | None:
     try:
         one = Processes(
             coordinator=str(found["coordinator"]),
             count=int(found["count"]),
             index=int(found["index"]),
+            device=device,
         )
     except ValueError as error:
         raise ShardingError(
@@ -118,6 +137,8 @@ def first_host(hosts: str) -> str:
 def join(processes: Processes, *, wait_seconds: int = 300) -> None:
     """Joins the job; before anything else of jax. Every device of every process is in `devices`.
 
+    JAX_LOCAL_DEVICE_IDS="0,1" of the environment names the devices of a process outside SLURM.
+
     Raises:
         ShardingError: jax was used before.
     """
@@ -126,6 +147,8 @@ def join(processes: Processes, *, wait_seconds: int = 300) -> None:
             coordinator_address=processes.coordinator,
             num_processes=processes.count,
             process_id=processes.index,
+            local_device_ids=processes.device,
+            cluster_detection_method="deactivate",  # it would guess devices (`_own_device`)
             initialization_timeout=wait_seconds,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
@@ -143,12 +166,15 @@ class Channel:
     It does not depend on device work: a process that waits for a message holds no collective.
     """
 
+    _opened: ClassVar[Counter[str]] = Counter()
+
     def __init__(self, name: str = "plan") -> None:
-        """Opens the channel; every process of the job opens it alike."""
+        """Opens the channel; every process of the job opens it alike, and as often."""
         from jax._src import distributed  # the one private name; jax has no public channel
 
         self._client: Any = distributed.global_state.client
-        self._name, self._next = name, 0
+        self._name, self._next = f"{name}.{self._opened[name]}", 0
+        self._opened[name] += 1
         if self._client is None:
             raise ShardingError(
                 "a channel needs a job of several processes", "none", "call join first"

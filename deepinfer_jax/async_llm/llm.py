@@ -379,6 +379,7 @@ class AsyncLLM:
         engine.replace_params(params)
 
     def _finish(self, request: Request) -> None:
+        request.sink = None  # it leads to the call and back: a circle lives until a collection
         error = request.error  # a grammar is refused when it has been compiled, beside the loop
         news = error if isinstance(error, GrammarError) else request.output()
         self._note(self._release(request.request_id), news)

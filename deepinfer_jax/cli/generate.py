@@ -4,12 +4,15 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deepinfer_jax.cli.devices import DistributedOption, MeshOption, enter_devices
 from deepinfer_jax.cli.options import (
+    ON_MESH,
     RUNTIME,
     SAMPLING,
     BosOption,
@@ -36,12 +39,14 @@ if TYPE_CHECKING:
 _REPORT_S = 5.0  # between lines of progress, where there is no bar
 
 
-@with_fields(SAMPLING, RUNTIME, temperature=0.0, max_tokens=32)
+@with_fields(SAMPLING, RUNTIME, ON_MESH, temperature=0.0, max_tokens=32)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
     model: ModelOption = "nano",
     numerics: NumericsOption = "checkpoint",
     determinism: DeterminismOption = "batch",
+    mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     bos: BosOption = True,
     source: Annotated[
         Path | None,
@@ -88,6 +93,9 @@ def generate(
     "prompt", "token_ids" or "messages", an "id" if wanted, and sampling fields
     of its own. A job that was stopped is continued by the same command, and
     every line is answered once.
+
+    With --distributed every process of a job is given the same options; the
+    first answers, and the others run what it does.
     """
     from rich.console import Console
 
@@ -108,19 +116,29 @@ def generate(
     params, runtime = sampling_params(fields, grammar=constraint), runtime_config(fields)
     if source is None and not as_json and (params.logprobs, params.prompt_logprobs) != (None, None):
         raise InputError("log-probabilities are printed with --json: add it")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    job, sizes = enter_devices(mesh, distributed)
+    if job is not None:  # nothing here shows records, whose hash of the weights a job takes early
+        runtime = replace(runtime, record=None)
+    follows = job is not None and job.index > 0
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=follows)
     started = time.perf_counter()
-    loaded = load_with_bar(console, model, numerics=numerics, determinism=determinism)
-    llm = LLM(loaded, runtime=runtime)
+    options = {"numerics": numerics, "determinism": determinism, "mesh": sizes}
+    llm = LLM(load_with_bar(console, model, **options), runtime=runtime)
     note_embedded(console, model)
     seconds = time.perf_counter() - started
-    with observed(llm, stats=stats, profile=profile, trace=trace):
-        if source is not None and target is not None:
-            _run_job(console, llm, source, target, params, bos)
-        elif prompt is not None:
-            ids, images = llm.read_prompt(prompt, [Path(name) for name in image or ()])
-            ids = [llm.model.config.bos_token_id] * bos + ids
-            _answer(console, llm, ids, images, params, as_json, seconds)
+    with llm:
+        if follows:
+            llm.follow()
+            return
+        if job is not None:
+            llm.stats()  # makes the engine: the other processes end with it
+        with observed(llm, stats=stats, profile=profile, trace=trace):
+            if source is not None and target is not None:
+                _run_job(console, llm, source, target, params, bos)
+            elif prompt is not None:
+                ids, images = llm.read_prompt(prompt, [Path(name) for name in image or ()])
+                ids = [llm.model.config.bos_token_id] * bos + ids
+                _answer(console, llm, ids, images, params, as_json, seconds)
 
 
 def _grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> "Grammar | None":
@@ -156,8 +174,6 @@ def _answer(
     load_s: float,
 ) -> None:
     """Prints the completions of one prompt: text as it comes, if there is one text."""
-    from dataclasses import replace
-
     from deepinfer_jax.jobs.lines import describe_output
     from deepinfer_jax.sampling.random import fresh_seed
 

@@ -36,6 +36,7 @@ COMMANDS = {
 
 #: Set by a shell that wants to complete a line.
 _COMPLETE = "_DEEPINFER_JAX_COMPLETE"
+# rich_markup_mode=None below: help without Rich, whose import takes longer than all of the rest.
 
 
 class _Commands(TyperGroup):
@@ -53,6 +54,7 @@ app = typer.Typer(
     help="Functional JAX inference for DeepSeek-V4.1-Flash.",
     cls=_Commands,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -74,7 +76,9 @@ def command_app(name: str) -> typer.Typer:
     """Returns the sub-command `name` as an app of its own; imports its module."""
     place = name.replace(" ", "_")
     function: Callable[..., object] = getattr(import_module(f"deepinfer_jax.cli.{place}"), place)
-    sub_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    sub_app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
     sub_app.command(name)(function)
     return sub_app
 
@@ -138,7 +142,7 @@ def root(
 
 def _add_to_help(name: str, line: str) -> None:
     # The app only lists names; `main` runs the command, so that help imports none of them.
-    @app.command(name, help=line)
+    @app.command(name, help=line, short_help=line)
     def listed() -> None:
         command_app(name)()
 

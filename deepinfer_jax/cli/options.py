@@ -76,12 +76,18 @@ RUNTIME = {
     "draft_length": 'Of every round, with the policy "fixed".',
     "draft_threshold": 'Least chance of survival, with the policy "threshold".',
 }
+#: Of commands that run on a mesh.
+ON_MESH = {
+    "rebalance_steps": "Place busy experts on other devices after so many steps.",
+    "rebalance_gain": "Least share of the busiest device's rows that this must save.",
+    "redundant_experts": "Places of a layer for second copies of busy experts.",
+}
 
 
 def with_fields(
     *groups: Mapping[str, str], **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that gives a command the options of `SAMPLING` and `RUNTIME`.
+    """Returns a decorator that gives a command the options of such groups as `SAMPLING`.
 
     The command takes them as `**fields`; `sampling_params` and `runtime_config` read them back.
 
@@ -124,12 +130,12 @@ def sampling_params(fields: Mapping[str, Any], **more: Any) -> SamplingParams:
 
 
 def runtime_config(fields: Mapping[str, Any]) -> RuntimeConfig:
-    """Returns the runtime that the options of `RUNTIME` give.
+    """Returns the runtime that the options of `RUNTIME` and `ON_MESH` give.
 
     Raises:
         ConfigError: a value outside its range.
     """
-    return RuntimeConfig(**{name: fields[name] for name in RUNTIME if name in fields})
+    return RuntimeConfig(**{name: fields[name] for name in RUNTIME | ON_MESH if name in fields})
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deepinfer_jax.cli.devices import read_sizes
 from deepinfer_jax.cli.plan_images import image_plan, print_images
 from deepinfer_jax.config.model import ModelConfig
 
@@ -111,7 +112,7 @@ def _setting(
         )
     config, count = resolve_config(model)[0], int(match[1])
     try:
-        sizes = MeshSizes(dp=count) if mesh is None else mesh_sizes(_sizes(mesh))
+        sizes = MeshSizes(dp=count) if mesh is None else mesh_sizes(read_sizes(mesh))
     except ShardingError as error:
         raise ConfigError(f"--mesh: {error}") from error
     if sizes.devices != count:
@@ -134,15 +135,6 @@ def _setting(
         prompt=prompt,
         max_seqs=max_seqs,
     )
-
-
-def _sizes(text: str) -> dict[str, int]:
-    from deepinfer_jax.errors import ConfigError
-
-    found = re.findall(r"(\w+)=(\d+)", text)
-    if ",".join(f"{axis}={size}" for axis, size in found) != text.replace(" ", ""):
-        raise ConfigError(f'--mesh is a list like "er=1,dp=8,cp=1", got {text!r}')
-    return {axis: int(size) for axis, size in found}
 
 
 def collect(setting: Setting) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from deepinfer_jax.cli.devices import DistributedOption, MeshOption, enter_devices
 from deepinfer_jax.cli.options import (
+    ON_MESH,
     RUNTIME,
     DeterminismOption,
     ModelArgument,
@@ -26,11 +28,13 @@ def _env(name: str) -> str:
     return f"{_ENV}{name.upper()}"
 
 
-@with_fields(RUNTIME, drafting=None)
+@with_fields(RUNTIME, ON_MESH, drafting=None)
 def serve(
     model: ModelArgument = "nano",
     numerics: NumericsOption = "checkpoint",
     determinism: DeterminismOption = "batch",
+    mesh: MeshOption = None,
+    distributed: DistributedOption = False,
     host: Annotated[
         str, typer.Option(envvar=_env("host"), help="Address to listen on.")
     ] = "127.0.0.1",
@@ -123,6 +127,7 @@ def serve(
 
     from deepinfer_jax.async_llm import AsyncLLM
     from deepinfer_jax.cli.generate import load_with_bar, note_embedded
+    from deepinfer_jax.llm import LLM
     from deepinfer_jax.serve.config import ServerConfig
     from deepinfer_jax.serve.server import serve as run
 
@@ -143,11 +148,18 @@ def serve(
         tool_grammar=tool_grammar,
         deepseek_api_parity=deepseek_api_parity,
     )
-    runtime = replace(runtime_config(fields), warm_grammars=True)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    loaded = load_with_bar(console, model, numerics=numerics, determinism=determinism)
+    job, sizes = enter_devices(mesh, distributed)
+    follows = job is not None and job.index > 0
+    # The masks of a grammar do not travel between processes.
+    runtime = replace(runtime_config(fields), warm_grammars=job is None)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=follows)
+    options = {"numerics": numerics, "determinism": determinism, "mesh": sizes}
+    loaded = load_with_bar(console, model, **options)
     note_embedded(console, model)
-    run(AsyncLLM(loaded, runtime=runtime), config, note=_note)
+    if follows:
+        LLM(loaded, runtime=runtime).follow()
+    else:
+        run(AsyncLLM(loaded, runtime=runtime), config, note=_note)
 
 
 def _note(line: str) -> None:

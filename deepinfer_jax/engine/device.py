@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax.checkpoint.expand import expand_float32
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.drafting import Drafting
 from deepinfer_jax.engine.images import empty_pool, put_rows
@@ -35,7 +34,7 @@ from deepinfer_jax.engine.program import MaskTable, StepResult, run_step
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import EngineState, init_slots, null_marks, set_marks_program
 from deepinfer_jax.grammar.masks import MaskRows, blank_masks
-from deepinfer_jax.loading import fits_expanded
+from deepinfer_jax.model.rebalance import compile_moves, place_layer
 from deepinfer_jax.model.registry import AnyParams, network_of
 from deepinfer_jax.model.slots import copy_block, copy_slot, put_checkpoint, take_checkpoint
 from deepinfer_jax.model.state import CacheLayout
@@ -184,7 +183,7 @@ class Device:
         self, plan: StepPlan, result: StepResult, saved: Items[tuple[int, int]]
     ) -> Launched:
         """Returns a step's result and the windows it saves, on their way to the host."""
-        wanted = jax.tree.leaves((result.rounds, result.hashes, result.drafts))
+        wanted = jax.tree.leaves((result.rounds, result.hashes, result.drafts, result.load))
         wanted += jax.tree.leaves(result.chosen) if plan.wants_logprobs else []
         wanted += jax.tree.leaves(result.prompt) if plan.scores_prompt else []
         cache = jax.tree.unflatten(self._tree, self._held).cache if saved else None
@@ -339,6 +338,8 @@ class Device:
         self.copy(0, 0, [(0, 0)])
         self._mark(0, null_marks(self.config.vocab_size))
         jax.block_until_ready(self._state)
+        if layouts[0].counts_experts:
+            self.compile_moves()
         seconds["windows, copies and edits"] = time.perf_counter() - begin
         return seconds
 
@@ -362,20 +363,20 @@ class Device:
     def _make(self, build: Callable[[], Any]) -> Any:
         return jax.device_put(build(), self._place)
 
+    def move_experts(self, layer: int, present: np.ndarray, layout: np.ndarray) -> None:
+        """Places one layer's experts, which lie as `present` says, as `layout` does (EPLB)."""
+        if self._last is not None:
+            self._last.result()  # launched: the experts are donated
+        with jax.transfer_guard_host_to_device("allow"):
+            self.params = place_layer(self.params, self.config, layer, present, layout)
+
+    def compile_moves(self) -> None:
+        """Compiles whatever `move_experts` can need."""
+        self.params = compile_moves(self.params, self.config)
+
     def close(self) -> None:
         """Ends the launching thread, which has nothing left to do."""
         self._launcher.shutdown()
-
-
-def engine_weights(config: ModelConfig, params: AnyParams) -> AnyParams:
-    """Returns the weights as the programs take them: of a small model as float32.
-
-    Exactly, so no bit of any output changes. A tile of few rows would spend more time on expanding
-    weights than on products, and again for the next tile.
-    """
-    if config.execution.kernels or not fits_expanded(config):
-        return params
-    return expand_float32(params)
 
 
 def engine_device(config: ModelConfig, *arguments: Any, **options: Any) -> Any:

@@ -24,9 +24,10 @@ from deepinfer_jax.determinism import require_level
 from deepinfer_jax.engine.ascend_device import ascend_runtime
 from deepinfer_jax.engine.book import RequestBook
 from deepinfer_jax.engine.constraints import Constraints
-from deepinfer_jax.engine.device import Flight, engine_device, engine_weights
+from deepinfer_jax.engine.device import Flight, engine_device
 from deepinfer_jax.engine.draft_policy import draft_policy
 from deepinfer_jax.engine.drafting import plan_drafting
+from deepinfer_jax.engine.expert_load import expert_balance
 from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.output import StreamDelta
 from deepinfer_jax.engine.plan import StepPlan
@@ -40,11 +41,11 @@ from deepinfer_jax.engine.sizes import engine_capacity, engine_limits
 from deepinfer_jax.engine.snapshot import pack_request, unpack_request
 from deepinfer_jax.engine.stats import DraftCounts, EngineStats, collect_stats
 from deepinfer_jax.engine.trace import Trace
+from deepinfer_jax.engine.weights import engine_weights, require_same_form
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.grammar.compiler import GrammarCompiler
 from deepinfer_jax.grammar.masks import MaskRows
 from deepinfer_jax.loading import Model
-from deepinfer_jax.model.params import same_form
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.sampling.random import fresh_seed
 
@@ -77,6 +78,9 @@ class Engine:
         self.max_len = runtime.longest(self.config)
         drafting = plan_drafting(model, runtime)
         size = drafting.size if drafting else 0
+        # Before the cache, which takes a share of the memory that is free then.
+        weights = engine_weights(self.config, model.params, runtime)
+        self._experts = expert_balance(self.config, runtime, weights)
         self.capacity = engine_capacity(self.config, runtime, size)
         self._weights = self._numbers = 0
         self._flights: deque[Flight] = deque()
@@ -97,7 +101,7 @@ class Engine:
         self._factory = request_factory(model, runtime, records=True)
         self.device = self._device = engine_device(
             self.config,
-            engine_weights(self.config, model.params),
+            weights,
             self.capacity.layout,
             stop_ids=runtime.max_stop_ids,
             drafting=drafting,
@@ -240,6 +244,8 @@ class Engine:
                     request.admitted = request.admitted or self.clock()
                 fill = partial(self._masks, plan) if plan.is_constrained else None
                 options = {} if fill is None else {"fill": fill}
+                if self._experts is not None:
+                    self._experts.act(self._device)
                 with self.trace.span("dispatch", rows=plan.rows, tokens=len(plan.emits)):
                     flight = self._device.dispatch(plan, self.clock(), **options)
                 self._flights.append(flight)
@@ -272,6 +278,8 @@ class Engine:
         with self.trace.span("commit"):
             now = self.clock()
             self._last_read, busy_since = now, max(self._last_read, flight.dispatched)
+            if self._experts is not None:
+                self._experts.add(result.load)
             if result.prompt is not None:
                 take_scores(self._book.owner, plan.chunks, result.prompt)
             found = round_results(result.rounds, len(plan.emits))
@@ -345,12 +353,14 @@ class Engine:
         """Uses other weights of the same shapes from the next step on; forgets all prefixes.
 
         Raises:
-            InputError: a leaf differs in shape or dtype, or requests are running.
+            InputError: a leaf differs in shape or dtype, requests are running, or this is a job of
+                several processes.
         """
         self._settle("weights are replaced")
-        if not same_form(self.model.params, params):
-            raise InputError("replace_params needs a tree of the same structure, shapes and dtypes")
-        self._device.params = engine_weights(self.config, params)
+        require_same_form(self.model.params, params)
+        self._device.params = engine_weights(self.config, params, self.runtime)
+        if self._experts is not None:
+            self._experts.reset()
         self.model = replace(self.model, params=params)
         self._factory = self._factory.with_weights(self.model)
         self._weights += 1
@@ -384,4 +394,5 @@ class Engine:
             self.counters,
             len(self._flights),
             self._constraints.stats(),
+            None if self._experts is None else self._experts.stats(),
         )

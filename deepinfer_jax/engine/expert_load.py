@@ -12,29 +12,30 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.model.rebalance import with_extras
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.rebalance import layouts_of
 from deepinfer_jax.model.registry import AnyParams
+from deepinfer_jax.model.step import Plan
 from sharding.eplb.decide import Decision, decide_all
 from sharding.eplb.load import LoadWindow
-from sharding.eplb.maps import initial_layout
 from sharding.eplb.score import imbalance
 from sharding.mesh import mesh_sizes
-from sharding.rules import padded
 
 #: Share of a window of steps that a decision has time for before the engine waits for it.
 _PATIENCE = 4
 
 
+@runtime_checkable
 class MovesExperts(Protocol):
     """The part of a `Device` that is needed here."""
 
@@ -67,16 +68,20 @@ class ExpertStats:
 class ExpertBalance:
     """Takes the load of every step, and places experts again where that pays."""
 
-    def __init__(self, config: ModelConfig, runtime: RuntimeConfig) -> None:
-        """Begins with the first placement and an empty window."""
-        steps, moe = runtime.rebalance_steps, config.moe
-        assert steps is not None, "experts are placed again only if that is asked for"
-        self._ranks = mesh_sizes(config.execution.mesh).expert_parallel
-        self._gain = runtime.rebalance_gain
-        self._window = LoadWindow(steps, config.num_hidden_layers, moe.n_routed_experts)
-        slots = padded(moe.n_routed_experts + runtime.redundant_experts, self._ranks)
-        first = initial_layout(moe.n_routed_experts, slots - moe.n_routed_experts, self._ranks)
-        self._first = np.tile(first, (config.num_hidden_layers, 1))
+    def __init__(
+        self, layouts: np.ndarray, *, experts: int, ranks: int, steps: int, gain: float
+    ) -> None:
+        """Begins with an empty window.
+
+        Args:
+            layouts: the expert of every slot, int32 [layers, slots].
+            experts: of a layer.
+            ranks: devices that share them.
+            steps: of the window.
+            gain: as `RuntimeConfig.rebalance_gain`.
+        """
+        self._first, self._ranks, self._gain = layouts, ranks, gain
+        self._window = LoadWindow(steps, len(layouts), experts)
         self._delay = max(1, steps // _PATIENCE)
         self._decisions = self._placed = self._moved = 0
         self._last_gain: float | None = None
@@ -150,48 +155,59 @@ def _on_a_thread(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def expert_balance(config: ModelConfig, runtime: RuntimeConfig) -> ExpertBalance | None:
-    """Returns what places experts again in an engine, None if `rebalance_steps` is None.
+def check_rebalancing(config: ModelConfig, runtime: RuntimeConfig) -> None:
+    """Checks that experts can be placed again, if that is asked for.
 
     Raises:
         ConfigError: no devices share the experts, or the model is no V4.1.
     """
     if runtime.rebalance_steps is None:
-        return None
+        return
     mesh = config.execution.mesh
     if mesh is None or mesh_sizes(mesh).expert_parallel == 1:
         raise ConfigError(
             "RuntimeConfig.rebalance_steps places experts again on the devices that share them, "
-            "and here every device holds all: load the model with mesh={'dp': n} or {'cp': n}, or "
-            "leave it at None"
+            f"and here every device holds all, got {runtime.rebalance_steps}: load the model with "
+            'mesh={"dp": n} or {"cp": n}, or leave it at None'
         )
     if config.model_type != "deepseek_v41":
         raise ConfigError(
-            "RuntimeConfig.rebalance_steps is for models of type deepseek_v41, this one is "
-            f"{config.model_type!r}: leave it at None"
+            "RuntimeConfig.rebalance_steps is for models of type deepseek_v41, got "
+            f"{runtime.rebalance_steps} for {config.model_type!r}: leave it at None"
         )
-    return ExpertBalance(config, runtime)
 
 
-def movable_weights(config: ModelConfig, runtime: RuntimeConfig, params: AnyParams) -> AnyParams:
-    """Returns the weights of an engine: with experts of its own if it is to place them again."""
+def expert_balance(
+    config: ModelConfig, runtime: RuntimeConfig, weights: AnyParams
+) -> ExpertBalance | None:
+    """Returns what places experts again in an engine, None if `rebalance_steps` is None.
+
+    weights: of the engine (`weights.engine_weights`).
+    """
     if runtime.rebalance_steps is None:
-        return params
-    return with_extras(params, config, runtime.redundant_experts)
+        return None
+    assert isinstance(weights, Params), "check_rebalancing"
+    return ExpertBalance(
+        layouts_of(weights.layers),
+        experts=config.moe.n_routed_experts,
+        ranks=mesh_sizes(config.execution.mesh).expert_parallel,
+        steps=runtime.rebalance_steps,
+        gain=runtime.rebalance_gain,
+    )
 
 
 def step_load(
-    expert_ids: Int[Array, "l t k"], is_real: Bool[Array, " t"], experts: int
+    plan: Plan, expert_ids: Int[Array, "l t k"], config: ModelConfig
 ) -> Int[Array, "l e"]:
-    """Returns the rows of a step by layer and expert, int32 [l, e], inside its program.
+    """Returns the rows of a step by layer and expert, inside its program; padding is none.
 
-    Args:
-        expert_ids: chosen by each row of the plan, as `step` collects them.
-        is_real: rows that are neither padding nor of a sequence that has stopped.
-        experts: of a layer.
+    expert_ids: chosen by each row of the plan, as `model.step.step` collects them.
     """
-    layers = expert_ids.shape[0]
-    found = jnp.where(is_real[None, :, None], expert_ids, experts).reshape(layers, -1)
+    layers, rows = expert_ids.shape[:2]
+    is_real = jnp.arange(rows) < plan.count
+    if plan.valid is not None:
+        is_real &= plan.valid
+    experts = config.moe.n_routed_experts
+    chosen = jnp.where(is_real[None, :, None], expert_ids, experts).reshape(layers, -1)
     layer = jnp.arange(layers, dtype=jnp.int32)[:, None]
-    counts = jnp.zeros((layers, experts), jnp.int32)
-    return counts.at[layer, found].add(1, mode="drop")
+    return jnp.zeros((layers, experts), jnp.int32).at[layer, chosen].add(1, mode="drop")

@@ -47,7 +47,8 @@ class PlanLayout:
     deltas: block-table entries a step. stop_ids: of one sequence, EOS included. drafts: of one
     round; 0 without drafting. image_rows: of encoded images held on the device; 0 for a model that
     sees none, whose plans have no part for them. makes_drafts: whether its program ends with new
-    ones; None leaves it to the header's word.
+    ones; None leaves it to the header's word. counts_experts: whether its steps return the rows of
+    every expert.
     """
 
     rows: int
@@ -57,6 +58,7 @@ class PlanLayout:
     drafts: int = 0
     image_rows: int = 0
     makes_drafts: bool | None = None
+    counts_experts: bool = False
 
     @cached_property
     def without_drafting(self) -> "PlanLayout":

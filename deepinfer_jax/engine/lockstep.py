@@ -9,6 +9,8 @@ import pickle
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import numpy as np
 from deepinfer_jax.engine.device import Device, Flight
 from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.plan import StepPlan
+from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.grammar.masks import MaskRows
 from deepinfer_jax.model.vision.patches import EncoderSize
@@ -54,6 +57,17 @@ class _JobDevice(Device):
         return jax.jit(build, out_shardings=self._place)()
 
 
+@dataclass(frozen=True, slots=True)
+class _JobFlight(Flight):
+    """A step of a job; number: of the last message before it was read."""
+
+    number: int
+
+    def read(self) -> tuple[StepResult, list[dict[str, np.ndarray]]]:
+        """Waits; ends this process if the step fails, as `FollowingDevice.follow` does."""
+        return run_or_end(partial(Flight.read, self), lambda: self.number)
+
+
 class LeadingDevice(_JobDevice):
     """The part of the first process: whatever it does, the others are told."""
 
@@ -82,7 +96,7 @@ class LeadingDevice(_JobDevice):
         self._send("run", plan.layout, np.asarray(plan.vector), saved)
         flight = super().dispatch(plan, now)
         plan.before = before
-        return flight
+        return _JobFlight(plan, now, flight.launched, self.channel.step)
 
     def compile(self, layout: PlanLayout) -> Any:
         """Returns the step of a layout when every process has compiled it."""
@@ -111,6 +125,16 @@ class LeadingDevice(_JobDevice):
     def _mark(self, slot: int, rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         self._send("_mark", slot, rows)
         super()._mark(slot, rows)
+
+    def move_experts(self, layer: int, present: np.ndarray, layout: np.ndarray) -> None:
+        """Places one layer's experts again, everywhere between the same two steps."""
+        self._send("move_experts", layer, present, layout)
+        super().move_experts(layer, present, layout)
+
+    def compile_moves(self) -> None:
+        """Compiles whatever `move_experts` can need, everywhere."""
+        self._send("compile_moves")
+        super().compile_moves()
 
     def close(self) -> None:
         """Lets the other processes go on after `follow`."""

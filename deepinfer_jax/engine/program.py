@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.choose import Emitted, choose, no_record, token_record
 from deepinfer_jax.engine.drafting import Drafting, force_drafts, make_drafts
+from deepinfer_jax.engine.expert_load import step_load
 from deepinfer_jax.engine.layout import RESULT, PlanLayout, PlanParts, header_word, unpack
 from deepinfer_jax.engine.rows import SMALL_TABLE, TILE, Emitters, by_tiles, step_rows
 from deepinfer_jax.engine.slots import EngineState, SlotState, admit, ids_before
@@ -39,7 +40,8 @@ class StepResult:
     and the survivals of its new drafts. chosen: log-probabilities by emitting row; prompt: of the
     prompt rows' next ids; both are zeros on the device, and None on the host, unless asked for.
     hashes: of the logits, by emitting row; None unless they are recorded. drafts: new ones of each
-    emitter; None in steps without grammars, whose host does not need them.
+    emitter; None in steps without grammars, whose host does not need them. load: rows by layer and
+    expert, if the layout counts them.
     """
 
     rounds: Leaf  # int32 [S, width]
@@ -47,6 +49,7 @@ class StepResult:
     prompt: TokenLogprobs | None
     hashes: Leaf = None  # uint32 [S * (drafts + 1), 2]
     drafts: Leaf = None  # int32 [S, drafts]
+    load: Leaf = None  # int32 [layers, experts]
 
 
 @struct.dataclass
@@ -65,13 +68,14 @@ class MaskTable:
 class StepRows:
     """What the network leaves to the choice of tokens; T = plan rows.
 
-    hidden float32 [T, d]: what the head takes. prompt: as in `StepResult`.
+    hidden float32 [T, d]: what the head takes. prompt, load: as in `StepResult`.
     """
 
     plan: Plan
     emitters: Emitters
     hidden: Leaf
     prompt: TokenLogprobs
+    load: Leaf = None
 
 
 @partial(
@@ -164,9 +168,13 @@ def network_part(
     plan, emitters = step_rows(layout, parts, state.slots, state.cache.length)
     writes_context = config.draft is not None
     seeing = replace(plan, image_rows=state.images, image_place=parts.image)
-    cache, hidden, _ = step(params, config, state.cache, seeing, drafting=writes_context)
+    collect = ("expert_ids",) if layout.counts_experts else ()
+    cache, hidden, seen = step(
+        params, config, state.cache, seeing, drafting=writes_context, collect=collect
+    )
     prompt = _score_prompt(params, config, layout, parts, hidden, alternatives)
-    rows = StepRows(plan=plan, emitters=emitters, hidden=hidden, prompt=prompt)
+    load = step_load(plan, seen["expert_ids"], config) if collect else None
+    rows = StepRows(plan=plan, emitters=emitters, hidden=hidden, prompt=prompt, load=load)
     return replace(state, cache=cache), rows
 
 
@@ -219,6 +227,7 @@ def token_part(
         prompt=rows.prompt,
         hashes=told.hashes,
         drafts=drafts,
+        load=rows.load,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
@@ -254,6 +255,11 @@ class RequestFactory:
             raise InputError("stop strings need text: detokenize=False excludes them")
         self._banned(params)
         self._check_drafts(params)
+        if params.grammar is not None and jax.process_count() > 1:
+            raise InputError(
+                f"grammars run in one process, whose masks do not travel: this is a job of "
+                f"{jax.process_count()}, leave grammar out"
+            )
         if params.grammar is not None and self.tokenizer is None:
             raise TokenizerError("a grammar needs tokenizer.json, and this model has none")
 

@@ -53,6 +53,7 @@ def plan_layouts(
             drafts=drafts,
             image_rows=pool_rows(config, runtime),
             makes_drafts=True if is_static and drafts else None,
+            counts_experts=runtime.rebalance_steps is not None,
         )
         for size in sizes
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from deepinfer_jax.cache.block_cache import CacheStats
 from deepinfer_jax.engine.constraints import GrammarStats
+from deepinfer_jax.engine.expert_load import ExpertStats
 from deepinfer_jax.engine.results import RoundResult
 from deepinfer_jax.engine.scheduler import Scheduler
 
@@ -56,7 +57,8 @@ class EngineStats:
     counters: since the start: requests, tokens, steps, rows, preemptions, errors, finished_*.
     waiting, running: sequences. in_flight: steps whose result has not been read. depth: how many
     may be. slots, blocks: capacity. rounds: decoded so far; verified, accepted: their drafts, by
-    position in the round. grammar: compilations and masks.
+    position in the round. grammar: compilations and masks. experts: their load by device, None
+    unless they are placed again while serving (`RuntimeConfig.rebalance_steps`).
     """
 
     counters: dict[str, int]
@@ -71,6 +73,7 @@ class EngineStats:
     verified: tuple[int, ...]
     accepted: tuple[int, ...]
     grammar: GrammarStats
+    experts: ExpertStats | None = None
 
     def prometheus(self, prefix: str = "deepinfer") -> str:
         """Returns the Prometheus text exposition of all values."""
@@ -109,6 +112,12 @@ class EngineStats:
             add(f"grammar_{name}_total", "counter", {"": getattr(grammar, name)})
         for name in ("waiting", "stuck"):
             add(f"grammar_{name}", "gauge", {"": getattr(grammar, name)})
+        if (experts := self.experts) is not None:
+            for name in ("decisions", "placed_layers", "moved_slots"):
+                add(f"experts_{name}_total", "counter", {"": getattr(experts, name)})
+            add("experts_waiting_layers", "gauge", {"": experts.waiting_layers})
+            loads = {f'{{layer="{i}"}}': value for i, value in enumerate(experts.imbalance)}
+            add("experts_imbalance", "gauge", loads)
         return "\n".join(lines) + "\n"
 
 
@@ -118,6 +127,7 @@ def collect_stats(
     counters: Counter[str],
     in_flight: int,
     grammar: GrammarStats,
+    experts: ExpertStats | None,
 ) -> EngineStats:
     """Returns the state of an engine; counters: of the engine, beside the scheduler's."""
     return EngineStats(
@@ -133,4 +143,5 @@ def collect_stats(
         verified=tuple(drafts.verified.tolist()),
         accepted=tuple(drafts.accepted.tolist()),
         grammar=grammar,
+        experts=experts,
     )

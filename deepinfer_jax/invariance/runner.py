@@ -21,7 +21,7 @@ from deepinfer_jax.invariance.observe import locate as find_difference
 from deepinfer_jax.invariance.report import MOST_POSITIONS, CaseRow, Difference, Report
 from deepinfer_jax.invariance.schedule import Schedule
 from deepinfer_jax.loading import Model
-from deepinfer_jax.record.weights import weights_root
+from deepinfer_jax.record.recorder import Recorder
 
 Case = NetworkCase | EngineCase
 MESH = "mesh"
@@ -89,7 +89,7 @@ def verify_invariance(
         seconds=time.perf_counter() - begin,
         rows=tuple(rows),
         run={
-            "weights_sha256": weights_root(model.params),
+            "weights_sha256": Recorder(model, runtime).weights.root(),
             "numerics": execution.numerics,
             "determinism": execution.determinism,
             "kernels": dict(execution.kernels),

@@ -20,9 +20,10 @@ from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.forward import check_ids, fresh_cache
 from deepinfer_jax.model.on_mesh import over_mesh, slot_maps
 from deepinfer_jax.model.params import LayerParams, Params, ReplicaMaps
+from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.model.step import sequence_plan, step
 from sharding.eplb.decide import THRESHOLD, Decision, decide_all
-from sharding.eplb.maps import ExpertMaps, check_layout, expert_maps, initial_layout
+from sharding.eplb.maps import ExpertMaps, check_layout, expert_maps
 from sharding.eplb.moves import Moves, plan_moves
 from sharding.errors import ShardingError
 from sharding.mesh import EXPERT_AXES, mesh_sizes
@@ -48,12 +49,13 @@ def count_rows(config: ModelConfig, params: Params, ids: Int[Array, " t"]) -> In
     return (chosen[:, :, None] == jnp.arange(config.moe.n_routed_experts)).sum(1, dtype=jnp.int32)
 
 
-def with_extras(params: Params, config: ModelConfig, extras: int) -> Params:
+def with_extras(params: AnyParams, config: ModelConfig, extras: int) -> Params:
     """Returns parameters whose experts can move, with at least `extras` more slots in every layer.
 
-    The slots are rounded up so that they divide over the mesh, and hold experts 0, 1, 2, ... again
-    at first. Experts are copies, so that those of `params` are never donated, and there are replica
-    maps from the start: programs are compiled for this form once, and none when experts move.
+    The slots are rounded up so that they divide over the mesh; further ones of a device hold its
+    first experts again, so that nothing travels. Experts are copies: those of `params` are never
+    donated. There are replica maps from the start: programs are compiled for this form once, and
+    none when experts move.
 
     Raises:
         ConfigError: the model lies on one device, or is no V4.1.
@@ -66,7 +68,6 @@ def with_extras(params: Params, config: ModelConfig, extras: int) -> Params:
         )
     ranks, present = sizes.expert_parallel, layouts_of(params.layers)
     slots = padded(experts + extras, ranks)
-    # A rank repeats its own experts first: nothing travels, and no leaf is ever whole on a device.
     own = np.arange(slots // ranks) % (present.shape[1] // ranks)
     held = present.reshape(len(present), ranks, -1)[:, :, own].reshape(len(present), -1)
     layers = replace(
@@ -74,8 +75,7 @@ def with_extras(params: Params, config: ModelConfig, extras: int) -> Params:
         experts=_grown(config, params.layers.experts, own),
         replicas=_on_all(slot_maps(held, experts), config),
     )
-    first = initial_layout(experts, slots - experts, ranks)
-    return place_experts(replace(params, layers=layers), config, np.broadcast_to(first, held.shape))
+    return replace(params, layers=layers)
 
 
 def layouts_of(layers: LayerParams) -> np.ndarray:
@@ -140,7 +140,7 @@ def place_experts(params: Params, config: ModelConfig, layouts: np.ndarray) -> P
 
 
 def place_layer(
-    params: Params, config: ModelConfig, layer: int, present: np.ndarray, layout: np.ndarray
+    params: AnyParams, config: ModelConfig, layer: int, present: np.ndarray, layout: np.ndarray
 ) -> Params:
     """Returns the parameters with one layer's experts in other slots; weights and maps together.
 
@@ -158,12 +158,13 @@ def place_layer(
     return _placed(params, config, layer, moves, expert_maps(layout, config.moe.n_routed_experts))
 
 
-def compile_moves(params: Params, config: ModelConfig) -> Params:
+def compile_moves(params: AnyParams, config: ModelConfig) -> Params:
     """Returns the same parameters after `place_layer` has compiled all that it can need.
 
     Nothing moves: every slot takes what it holds. Experts and maps of `params` are donated.
     """
     ranks = mesh_sizes(_mesh(config)).expert_parallel
+    assert isinstance(params, Params), "of with_extras"
     layout = layouts_of(params.layers)[0]
     slots, width = len(layout) // ranks, 1
     maps = expert_maps(layout, config.moe.n_routed_experts)
@@ -205,8 +206,9 @@ def _grown(config: ModelConfig, experts: Any, own: np.ndarray) -> Any:
 
 
 def _placed(
-    params: Params, config: ModelConfig, layer: int, moves: Moves, maps: ExpertMaps
+    params: AnyParams, config: ModelConfig, layer: int, moves: Moves, maps: ExpertMaps
 ) -> Params:
+    assert isinstance(params, Params), "of with_extras"
     layers = params.layers
     experts, replicas = _program(_mesh(config))(
         layers.experts,

@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from deepinfer_jax.backends import ascend_name
 from deepinfer_jax.cache.keys import ImageSpan
 from deepinfer_jax.config.model import ModelConfig
@@ -19,6 +21,7 @@ from deepinfer_jax.record.run_record import RecordedOutput, RunRecord, Section, 
 from deepinfer_jax.record.weights import WeightsHash
 from deepinfer_jax.sampling.params import SamplingParams
 from pallas_kernels.core import tiles
+from sharding.processes import Channel
 
 
 class Recorder:
@@ -29,7 +32,9 @@ class Recorder:
 
     def __init__(self, model: Model, runtime: RuntimeConfig) -> None:
         """Keeps what is described."""
-        self.weights = WeightsHash(model.params)
+        engram = model.config.engram
+        tables = () if engram is None else engram.engram_num_embeddings
+        self.weights = WeightsHash(model.params, tables)
         self._config, self._source, self._runtime = model.config, model.source, runtime
 
     @cached_property
@@ -86,8 +91,18 @@ class Recorder:
 
 
 def make_recorder(model: Model, runtime: RuntimeConfig) -> Recorder | None:
-    """Returns the recorder of an engine, None if `runtime.record` is."""
-    return None if runtime.record is None else Recorder(model, runtime)
+    """Returns the recorder of an engine, None if `runtime.record` is.
+
+    In a job of several processes all make theirs, and hash the weights together now: later the
+    others only run steps.
+    """
+    if runtime.record is None:
+        return None
+    recorder = Recorder(model, runtime)
+    if jax.process_count() > 1:
+        Channel("weights").meet()  # the first exchange has to begin everywhere within 30 s
+        recorder.weights.root(together=True)
+    return recorder
 
 
 def describe_config(config: ModelConfig) -> Section:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,9 +36,15 @@ class Server(uvicorn.Server):
         llm: AsyncLLM,
         config: ServerConfig,
         note: Callable[[str], object] = lambda text: None,
+        *,
+        is_alone: bool = False,
     ) -> None:
-        """Prepares to serve; `run` does it. note: as `serve`."""
-        self.service, self._note = Service(llm, config), note
+        """Prepares to serve; `run` does it.
+
+        note: as `serve`. is_alone: the process does nothing else, so what it holds once it is ready
+        stays to its end.
+        """
+        self.service, self._note, self._is_alone = Service(llm, config), note, is_alone
         app = make_app(self.service)
         app.router.lifespan_context = self._lifespan
         super().__init__(
@@ -105,10 +112,24 @@ class Server(uvicorn.Server):
         try:
             self._note("compiling what the engine can need")
             await self.service.warm_up()
+            if self._is_alone:
+                _keep_what_is_there()
             self._note(f"ready at {self.url} as {', '.join(self.service.names)}")
         except Exception as error:  # `serve` raises it
             self.error = error
             self.should_exit = True
+
+
+def _keep_what_is_there() -> None:
+    """Takes all objects there are out of the garbage collector's care.
+
+    A full collection is due when objects have come that are a quarter of those it went through
+    last. Behind a million of traces and modules that is minutes of requests, whose circles grow
+    the process meanwhile, and the collection then stops every stream for a second.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # the quarter is of what it goes through now
 
 
 class _Protocol(H11Protocol):
@@ -165,7 +186,7 @@ def serve(llm: AsyncLLM, config: ServerConfig, note: Callable[[str], object]) ->
         ConfigError: it cannot listen there.
         DeepInferError: the engine could not be made.
     """
-    server = Server(llm, config, note)
+    server = Server(llm, config, note, is_alone=True)
     server.run([listen(config)])
     if server.error is not None:
         raise server.error

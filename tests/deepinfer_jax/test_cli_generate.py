@@ -4,12 +4,14 @@ import json
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax.cli import generate as command
 from deepinfer_jax.cli import main as cli
 from deepinfer_jax.cli import options
+from tests.golden.ledger import Fixture
 from tests.golden.network import TINY
 
 RUNTIME: dict[str, Any] = {
@@ -146,6 +148,26 @@ def test_score_of_a_text_and_of_a_file(run, llm, tmp_path):
     assert "take no sampling parameters, got ['n']" in records[2]["error"]["message"]
     assert "prompt must be a text" in records[3]["error"]["message"]
     assert [record["id"] for record in records[4:]] == list(range(5))
+
+
+@pytest.mark.accept(11)
+def test_answers_are_those_of_the_golden_files(run, tmp_path):
+    """tiny_v41 in float32, whose logits and greedy tokens after prompt B the fixture holds."""
+    golden = Fixture("tiny_v41/golden_f32").arrays
+    ids = golden["B.ids"].tolist()
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"token_ids": ids}) + "\n")
+    run(
+        "generate", f"--input={source}", f"--output={target}", "--temperature=0",
+        "--max-tokens=16", "--ignore-eos",
+    )  # fmt: skip
+    found = json.loads(target.read_text())["token_ids"]
+    assert found == golden["greedy.tokens"].tolist()
+    out, _ = run("score", f"--input={source}")
+    logits = golden["B.logits_all"].astype(np.float64)
+    wanted = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    wanted = wanted[np.arange(len(ids) - 1), ids[1:]]
+    np.testing.assert_allclose(json.loads(out)["logprobs"], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

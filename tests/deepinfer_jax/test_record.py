@@ -114,6 +114,17 @@ def test_weights_root_does_not_depend_on_where_tables_are():
     assert weights_root({"table": host}) == weights_root({"table": device})
 
 
+def test_weights_root_leaves_out_what_a_mesh_repeats():
+    experts, table = np.arange(24).reshape(2, 3, 4), np.arange(20).reshape(5, 4)
+    gate, maps = np.zeros((2, 3, 8)), {"slots": np.zeros((2, 4))}
+    one = {"layers": {"experts": {"w1": experts}, "gate": gate}, "engram": {"tables": (table,)}}
+    longer = np.concatenate([experts, experts[:, :1]], axis=1)
+    layers = {"experts": {"w1": longer}, "gate": gate, "replicas": maps}
+    more = {"layers": layers, "engram": {"tables": (np.concatenate([table, table[:1]]),)}}
+    assert weights_root(more, (5,)) == weights_root(one, (5,)) == weights_root(one)
+    assert weights_root(more) != weights_root(one)
+
+
 def test_a_weights_hash_is_taken_once_and_travels_alone():
     weights = WeightsHash({"a": np.arange(1000)})
     small = pickle.dumps(weights)

@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
-#: Those that every `make test` runs; the others are in the acceptance set.
-FAST = {"01_quickstart", "04_structured_output"}
+#: What every `make test` runs; the others are in the acceptance set.
+FAST = {"01_quickstart"}
 PARAMETERS = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else [pytest.mark.slow])
     for path in NOTEBOOKS

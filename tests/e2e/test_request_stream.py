@@ -1,11 +1,13 @@
 """`AsyncLLM.submit`: events in order, alternatives with their tokens, and refused grammars."""
 
 import asyncio
+import gc
 
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax.async_llm.call import Admitted, Grown
+from deepinfer_jax.async_llm.call import Admitted, Call, Grown
+from deepinfer_jax.engine.request import Request
 from tests.golden.network import TINY
 
 RUNTIME = di.RuntimeConfig(max_seqs=4, max_tokens_per_step=32, max_len=128, block_tokens=16)
@@ -73,6 +75,28 @@ def test_a_cancelled_read_loses_nothing_and_close_ends_the_request(model):
     assert isinstance(events[0], Admitted)
     assert sum(len(e.delta.token_ids) for e in events if isinstance(e, Grown)) == 16
     assert reason == "abort"
+
+
+def test_an_ended_request_is_freed_without_a_collection(model):
+    """What ends in circles makes a server grow until the collector's next full turn."""
+
+    def left():
+        return [one for one in gc.get_objects() if isinstance(one, Request | Call)]
+
+    async def main(served):
+        await read_all(served.submit(PROMPT, PARAMS))
+        gc.collect()
+        before = len(left())
+        gc.disable()
+        try:
+            for _ in range(3):
+                await read_all(served.submit(PROMPT, PARAMS))
+                await served.stats()  # the worker has let go of it
+            return len(left()) - before
+        finally:
+            gc.enable()
+
+    assert use(model, main) <= 0
 
 
 def test_a_grammar_that_is_refused_is_an_error_of_its_caller(model):

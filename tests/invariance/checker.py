@@ -35,9 +35,11 @@ def differing(label: str, got: Any, want: Any) -> list[str]:
     ]
 
 
-def differing_prefixes(score: Callable[[np.ndarray], Any], counts: tuple[int, ...]) -> list[str]:
-    """Returns a line for every M whose score(ids[:M]) is not score(ids[:200])[:M] bit for bit."""
-    whole = np.asarray(score(PROMPT[:200]))
+def differing_prefixes(
+    score: Callable[[np.ndarray], Any], counts: tuple[int, ...], of: int = 200
+) -> list[str]:
+    """Returns a line for every M whose score(ids[:M]) is not score(ids[:of])[:M] bit for bit."""
+    whole = np.asarray(score(PROMPT[:of]))
     report = []
     for count in counts:
         report += differing(f"M={count}", score(PROMPT[:count]), whole[:count])

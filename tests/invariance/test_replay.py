@@ -35,7 +35,10 @@ from tests.invariance.replay_runs import (
     rule,
 )
 
-BOTH = pytest.mark.parametrize("numerics", ["float32", "checkpoint"])
+#: In checkpoint arithmetic the fast tests have the engine's (tests/e2e/test_engine_rounded.py).
+BOTH = pytest.mark.parametrize(
+    "numerics", ["float32", pytest.param("checkpoint", marks=pytest.mark.slow)]
+)
 ON = pytest.mark.parametrize("mode", ["mask", "compact"])
 SLOT, DECODED = 2, 3
 #: Around the window, K, the first rows with a floor, whole tiles and K + whole tiles.

@@ -22,6 +22,7 @@ def tall():
     return replace(right, config=replace(right.config, execution=execution))
 
 
+@pytest.mark.slow
 def test_the_network_in_tall_tiles_has_equal_bits_in_all_company():
     cases = ["chunks=8", "neighbours=3", "arrival=2", "prefix hit, checkpoint=2", "drafts=8"]
     cases += ["preemption=1", "random=3"]

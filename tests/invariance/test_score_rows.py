@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import deepinfer_jax as di
+from deepinfer_jax.loading import load
 from deepinfer_jax.model import forward
-from tests.golden.network import tiny_config, tiny_params
+from tests.golden.network import TINY, tiny_config, tiny_params
 from tests.invariance.checker import PROMPT, ROWS, differing, differing_prefixes
 
 FAST = (1, 3, 8, 9, 65)
@@ -17,14 +19,10 @@ pytestmark = pytest.mark.accept(2)
 
 
 def scorer(numerics="float32", **execution):
-    config = tiny_config(numerics)
-    config = replace(config, execution=replace(config.execution, **execution))
-    program = jax.jit(partial(_score, config))
-    return lambda ids: program(tiny_params(numerics), jnp.asarray(ids))
-
-
-def _score(config, params, ids):
-    return forward.score(params, config, ids)
+    model = load(TINY, numerics=numerics)
+    config = replace(model.config, execution=replace(model.config.execution, **execution))
+    program = jax.jit(di.score, static_argnums=1)
+    return lambda ids: program(model.params, config, jnp.asarray(ids))
 
 
 @pytest.mark.slow
@@ -38,6 +36,8 @@ def test_rows_of_score_in_float32_at_the_other_lengths():
     assert differing_prefixes(scorer(), rest) == []
 
 
+# As `test_forward.test_vmap_gives_the_bits_of_one_sequence_alone`, without a jit around it.
+@pytest.mark.slow
 def test_rows_of_score_of_sequences_side_by_side_under_vmap():
     ids = np.stack([PROMPT[:9], PROMPT[9:18]])
     run = scorer()
@@ -47,5 +47,6 @@ def test_rows_of_score_of_sequences_side_by_side_under_vmap():
 
 
 def test_checker_notices_when_all_rows_run_at_once():
-    # Positive control: without the tile loop and the fixed-order primitives, rows do depend.
-    assert differing_prefixes(scorer(determinism="off"), (1, 9)) != []
+    # Positive control: without the tile loop and the fixed-order primitives, rows do depend. The
+    # lengths are those of `test_cached`, so that the programs are.
+    assert differing_prefixes(scorer(determinism="off"), (9,), of=92) != []

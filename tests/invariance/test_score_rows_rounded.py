@@ -1,4 +1,7 @@
-"""As test_score_rows, in checkpoint arithmetic."""
+"""As test_score_rows, in checkpoint arithmetic.
+
+The fast tests compare rows of `score` with cached prefill, at 1 and 65 rows (`test_cached`).
+"""
 
 import pytest
 
@@ -9,6 +12,7 @@ FAST = (1, 8, 65)
 pytestmark = pytest.mark.accept(2)
 
 
+@pytest.mark.slow
 def test_rows_of_score_in_checkpoint_arithmetic():
     assert differing_prefixes(scorer("checkpoint"), FAST) == []
 

@@ -25,8 +25,12 @@ INTERPRETED = [spec for spec in CASES if spec.tier == "interpret"]
 def cache_of(rng, rows, row_bytes, dim):
     """Returns quantised random keys, uint8 [rows, row_bytes]."""
     keys = jnp.asarray(rng.standard_normal((rows, dim)), jnp.float32)
-    quantise = core.quantize_q8 if row_bytes == dim + dim // 32 else core.quantize_q4n
-    return jnp.concatenate(quantise(keys), axis=1)
+    return _stored(keys, row_bytes == dim + dim // 32)
+
+
+@partial(jax.jit, static_argnums=1)  # op by op it is dozens of programs for every shape
+def _stored(keys, is_q8):
+    return jnp.concatenate(core.quantize_q8(keys) if is_q8 else core.quantize_q4n(keys), axis=1)
 
 
 def ids_of(rng, tokens, ranks, rows, valid=None):

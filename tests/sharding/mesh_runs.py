@@ -8,10 +8,12 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import install_import_hook
 
@@ -24,6 +26,7 @@ with install_import_hook("deepinfer_jax", "beartype.beartype"):
     from deepinfer_jax.model.on_mesh import over_mesh, program_over
     from deepinfer_jax.model.placement import cache_partitions, partitions_like
     from deepinfer_jax.numerics.lint import lint_hlo
+from sharding import gather
 from sharding.collectives import collectives_of
 from sharding.exchange import exchange
 from sharding.footprint import describe
@@ -71,7 +74,7 @@ def cached_rows(model):
     return b"".join(bits(found[key]) for key in sorted(found))
 
 
-def engine_runtime(config):
+def engine_runtime(config, **options):
     """With drafts of three, where there are any, and logit hashes."""
     return di.RuntimeConfig(
         max_seqs=4,
@@ -79,15 +82,19 @@ def engine_runtime(config):
         max_tokens_per_step=48,
         record="logits",
         **({"draft_policy": "fixed", "draft_length": 3} if config.draft else {}),
+        **options,
     )
 
 
-def engine(model, with_records=True):
-    """Tokens, log-probabilities and logit hashes of requests that share a prompt, with drafts.
+def engine(model):
+    """What `answers` returns for an engine of its own."""
+    with di.LLM(model, runtime=engine_runtime(model.config)) as llm:
+        return answers(llm)
 
-    with_records: a process that holds a part of the weights cannot make records.
-    """
-    config = model.config
+
+def answers(llm):
+    """Tokens, log-probabilities and records of requests that share a prompt, with drafts."""
+    config = llm.model.config
     shared = token_ids(config, 140).tolist()
     prompts = [shared + token_ids(config, n, n).tolist() for n in (3, 17, 30)]
     prompts += [token_ids(config, n, n).tolist() for n in (1, 9, 61)]
@@ -97,20 +104,17 @@ def engine(model, with_records=True):
         )
         for i in range(len(prompts))
     ]
-    llm = di.LLM(model, runtime=engine_runtime(config))
     outputs = llm.generate(prompts[:1], params[:1], progress=False)
     outputs += llm.generate(prompts[1:], params[1:], progress=False)
     stats = llm.stats()
-    llm.close()
     assert max(one.cached_tokens for one in outputs) >= 128, "no prefix was reused"
     assert config.draft is None or sum(stats.verified) > 0, "nothing was drafted"
     found = []
     for one in outputs:
         found.append((one.token_ids, bits(one.logprobs).hex(), repr(one.top_logprobs)))
-        if with_records:
-            hashes = one.record.outputs[0].logit_hashes
-            assert hashes is not None
-            found.append(hashes)
+        hashes = one.record.outputs[0].logit_hashes
+        assert hashes is not None
+        found += [hashes, one.record.model["weights_sha256"]]
     return repr(found).encode()
 
 
@@ -126,6 +130,68 @@ def equal(source, numerics, kind, *meshes):
     return result
 
 
+def counted(llm):
+    """Returns (`answers`, the programs that they compiled) of an engine that is warmed up first."""
+    compiled, engine = [], llm.engine
+
+    def note(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    assert not engine.has_work
+    found = answers(llm)
+    return found, len(compiled)
+
+
+def held_bytes(tree):
+    """Bytes of some arrays on the first device."""
+    device = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+def engine_program(source, mesh):
+    """Bytes that an engine holds and exchanges on a mesh, and what it compiles while it runs."""
+    model, sizes = di.load(source, mesh=json.loads(mesh)), mesh_sizes(json.loads(mesh))
+    config, found = model.config, {}
+    with di.LLM(model, runtime=engine_runtime(config)) as llm:
+        params, layout = llm.engine.device.params, llm.engine.layouts[-1]
+        text = llm.engine.device.compile(layout).as_text()
+        said = describe(params, partitions_like(params, config), sizes)
+        found["held"], found["said"] = held_bytes(params), said.device
+        _, found["compiled"] = counted(llm)
+    moved = collectives_of(text)
+    found["kinds"] = sorted({one.kind for one in moved})
+    found["adds"] = sorted({d for c in moved if c.kind == "all-reduce" for d, _ in c.result})
+    found["lint"] = [str(f) for f in lint_hlo(text) if f.rule == "float-collective"]
+    gathered = [one for one in moved if one.kind == "all-gather"]
+    found["gathered"] = [[d, list(shape)] for one in gathered for d, shape in one.result]
+    tables = config.engram.engram_layer_ids
+    found["exchanged"] = sum(one.bytes for one in moved if one.kind == "all-to-all")
+    # parallelism.md 7, A': rows as FP8 codes, scales, an id and a weight; answers as BF16. Here id
+    # and weight take 4 bytes each, and a byte says that the slot holds a row.
+    width, top, rows = config.hidden_size, config.moe.num_experts_per_tok, config.execution.row_tile
+    slots = slots_of(rows * top, sizes.expert_parallel)
+    experts = slots * (width + width // 32 + 6 + 3 + 2 * width)
+    # Engram: an id there and a row back, float32 where a small model was expanded.
+    row = np.prod(params.engram.tables[0].shape[1:]) * 4
+    lookups = slots_of(rows * config.engram.columns, sizes.devices) * (4 + row)
+    found["by_formula"] = 2 * experts + len(tables) * int(lookups)  # backbone and draft stages
+    found["window"] = config.attention.head_dim + config.attention.head_dim // 32
+    found["rows"] = rows * sizes.of(("er", "dp", "cp"))
+    return found
+
+
+def slots_of(items, ranks):
+    """Slots of one round of an exchange, on all ranks together."""
+    return ranks * ceil(1.25 * items / ranks / 8) * 8
+
+
 def footprint(source, mesh):
     """Bytes that the first device really holds, against `describe`; experts over their group."""
     model, sizes = di.load(source, mesh=json.loads(mesh)), mesh_sizes(json.loads(mesh))
@@ -134,16 +200,7 @@ def footprint(source, mesh):
         describe(model.params, partitions_like(model.params, model.config), sizes, "params."),
         describe(state, cache_partitions(state), sizes, "state."),
     ]
-    device = jax.devices()[0]
-    held = [
-        sum(
-            shard.data.nbytes
-            for leaf in jax.tree.leaves(tree)
-            for shard in leaf.addressable_shards
-            if shard.device == device
-        )
-        for tree in (model.params, state)
-    ]
+    held = [held_bytes(tree) for tree in (model.params, state)]
     experts, total = said[0].matching("experts")
     return {
         "held": held,
@@ -257,6 +314,37 @@ def rebalance(source, mesh, extras):
     }
 
 
+def moving(source, mesh, extras):
+    """An engine that places experts again while it serves: bits, moves, and what is compiled."""
+    expected = engine(di.load(source))
+    model = di.load(source, mesh=json.loads(mesh))
+    before = di.score(model.params, model.config, [3, 4, 5])
+    runtime = engine_runtime(
+        model.config, rebalance_steps=3, rebalance_gain=0.0, redundant_experts=int(extras)
+    )
+
+    with di.LLM(model, runtime=runtime) as llm:
+        found, count = counted(llm)
+        stats, text = llm.stats(), llm.stats().prometheus()
+        assert f"deepinfer_experts_moved_slots_total {stats.experts.moved_slots}" in text
+        experts = llm.engine.device.params.layers.experts
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(experts))
+        ranks = mesh_sizes(json.loads(mesh)).expert_parallel
+        is_split = total == ranks * held_bytes(experts)
+        llm.replace_params(model.params)  # they lie as at first, and nothing was recorded of them
+        assert llm.stats().experts.steps == 0
+        again = answers(llm)
+    after = di.score(model.params, model.config, [3, 4, 5])  # the model's own experts stayed
+    return {
+        "equal": found == again == expected,
+        "compiled": count,
+        "model_is_whole": bits(before) == bits(after),
+        "is_split": is_split,
+        **{name: getattr(stats.experts, name) for name in (
+            "steps", "imbalance", "gain", "decisions", "placed_layers", "moved_slots")},
+    }  # fmt: skip
+
+
 def exchanges():
     """Every scheme of caps, routing and ranks gives each item its own answer, bit for bit."""
     rng, wrong, cases = np.random.default_rng(0), [], 0
@@ -297,6 +385,27 @@ def exchanges():
                 if bits(run(table, ids, x, valid)) != bits(expected):
                     wrong.append([mesh, cap, routing])
     return {"cases": cases, "wrong": wrong}
+
+
+def gathering():
+    """Split arrays come to the host in parts, as one device would hold what is not padding."""
+    gather.is_here, gather.PART_BYTES = lambda leaf: False, 64
+    rng, wrong = np.random.default_rng(0), []
+    for mesh in ({"dp": 8}, {"er": 2, "dp": 2, "cp": 2}):
+        grid = build_mesh(mesh)
+        for dtype in ("uint8", "float32", "bfloat16"):
+            for shape, spec, kept in (
+                ((3, 16, 5), jax.P(None, EXPERT_AXES), (3, 13, 5)),
+                ((48, 7), jax.P(AXES), (41, 7)),
+                ((8, 3), jax.P(AXES), (8, 3)),
+            ):
+                value = np.asarray(rng.integers(0, 200, shape)).astype(jnp.dtype(dtype))
+                leaf = jax.device_put(value, jax.NamedSharding(grid, spec))
+                parts = list(gather.host_parts(leaf, kept))
+                expected = value[tuple(slice(count) for count in kept)]
+                if b"".join(map(bits, parts)) != bits(expected) or len(parts) < 2:
+                    wrong.append([mesh, dtype, shape])
+    return wrong
 
 
 def shuffled(source):

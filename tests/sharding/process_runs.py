@@ -19,19 +19,41 @@ def digest(source, mesh):
     return hashlib.sha256(cached_rows(model)).hexdigest()
 
 
-def engine(source, mesh):
-    """Requests in the first process, steps in all: a hash of what they return."""
+def engine(source, mesh, options="{}"):
+    """Requests in the first process, steps in all: a hash of what they return.
+
+    options: of the runtime, with which experts may be placed again.
+    """
     import jax
 
     import deepinfer_jax as di
-    from tests.sharding.mesh_runs import engine as requests
+    from tests.sharding.mesh_runs import answers, engine_runtime
+
+    model, more = di.load(source, mesh=json.loads(mesh)), json.loads(options)
+    with di.LLM(model, runtime=engine_runtime(model.config, **more)) as llm:
+        if jax.process_index() > 0:
+            llm.follow()
+            return "followed"
+        found = answers(llm)
+        assert not more or llm.stats().experts.moved_slots > 0
+    return hashlib.sha256(found).hexdigest()
+
+
+def serving(source, mesh):
+    """Requests for ever in the first process."""
+    import jax
+
+    import deepinfer_jax as di
     from tests.sharding.mesh_runs import engine_runtime
 
     model = di.load(source, mesh=json.loads(mesh))
-    if jax.process_index() == 0:
-        return hashlib.sha256(requests(model, with_records=False)).hexdigest()
-    di.LLM(model, runtime=engine_runtime(model.config)).follow()
-    return "followed"
+    with di.LLM(model, runtime=engine_runtime(model.config)) as llm:
+        if jax.process_index() > 0:
+            print("running", flush=True)
+            return llm.follow()
+        while True:
+            llm.generate([[3, 4, 5]], di.SamplingParams(max_tokens=8), progress=False)
+            print("running", flush=True)
 
 
 def messages():

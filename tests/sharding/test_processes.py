@@ -7,11 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
+from deepinfer_jax.cli.main import main
 from sharding.errors import ShardingError
-from sharding.processes import LOST_PEER, Processes, find_processes, first_host
+from sharding.processes import LOST_PEER, VARIABLES, Processes, find_processes, first_host
 
 
 def free_address():
@@ -34,6 +37,10 @@ def job(root, fixtures_dir, tmp_path):
             out = (tmp_path / f"{index}.out").open("w+")
             err = (tmp_path / f"{index}.err").open("w+")
             command = [sys.executable, script, name, address, str(count), str(index), *words]
+            if name == "command line":
+                command = [sys.executable, "-m", "deepinfer_jax.cli.main", *words]
+                found = (address, str(count), str(index))
+                environment |= dict(zip(VARIABLES, found, strict=True))
             started.append(
                 (
                     subprocess.Popen(command, env=environment, cwd=root, stdout=out, stderr=err),
@@ -80,6 +87,30 @@ def test_arguments_win_over_the_environment_and_that_over_slurm():
     assert find_processes(slurm | own) == Processes(coordinator="a:1", count=4, index=3)
     given = {"coordinator": "b:2", "count": 3, "index": 0}
     assert find_processes(slurm | own, **given) == Processes(coordinator="b:2", count=3, index=0)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "more", "device"),
+    [
+        ("8(x2)", {}, 3),
+        ("1(x2)", {}, None),
+        ("1", {}, None),
+        ("12", {}, 3),
+        (None, {}, 3),
+        ("8", {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
+    ],
+)
+def test_one_process_of_a_host_has_all_its_devices(tasks, more, device):
+    environment = {
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_NTASKS": "16",
+        "SLURM_PROCID": "11",
+        "SLURM_LOCALID": "3",
+        **({} if tasks is None else {"SLURM_STEP_TASKS_PER_NODE": tasks}),
+        **more,
+    }
+    found = find_processes(environment)
+    assert (found.index, found.device) == (11, device)
 
 
 def test_one_process_is_no_job():
@@ -129,11 +160,11 @@ def test_first_host_of_a_list(hosts, first):
 def alone(root, fixtures_dir):
     """A function that gives the hash that one process on one device finds."""
 
-    def call(name, source, **options):
+    def call(name, source):
         code = (
             "import sys, hashlib, deepinfer_jax as di\n"
             f"from tests.sharding.mesh_runs import {name} as run\n"
-            f"print(hashlib.sha256(run(di.load(sys.argv[1]), **{options})).hexdigest())"
+            "print(hashlib.sha256(run(di.load(sys.argv[1]))).hexdigest())"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, str(fixtures_dir / source)],
@@ -163,8 +194,89 @@ def test_processes_have_the_bits_of_one_device(job, alone, count, mesh):
 @pytest.mark.parametrize(("count", "mesh"), MESHES)
 def test_an_engine_over_processes_has_the_bits_of_one_device(job, alone, count, mesh):
     found = results(job("engine", count, "tiny_v41", json.dumps(mesh)))
-    expected = alone("engine", "tiny_v41", with_records=False)
+    expected = alone("engine", "tiny_v41")
     assert found == [expected, *["followed"] * (count - 1)]
+
+
+@pytest.mark.multi
+@pytest.mark.accept(10)
+def test_all_processes_place_experts_again_between_the_same_steps(job, alone):
+    options = {"rebalance_steps": 3, "rebalance_gain": 0.0, "redundant_experts": 4}
+    found = results(job("engine", 2, "tiny_v41", json.dumps(MESHES[0][1]), json.dumps(options)))
+    assert found == [alone("engine", "tiny_v41"), "followed"]
+
+
+def outputs(processes):
+    """What the processes of a job wrote, once all have ended well."""
+    for process, _, err in processes:
+        assert process.wait() == 0, text_of(err)[-3000:]
+    return [text_of(out) for _, out, _ in processes]
+
+
+GENERATE = ("generate", "Mara lives in", "--max-tokens", "8", "--max-seqs", "2", "--max-len", "128")
+
+
+@pytest.mark.multi
+@pytest.mark.accept(10)
+def test_the_command_line_starts_the_processes_of_a_job(job, root):
+    command = [sys.executable, "-m", "deepinfer_jax.cli.main", *GENERATE]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    alone = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, check=True
+    )
+    first, second = outputs(job("command line", 2, *GENERATE, "--distributed"))
+    assert len(first.strip()) > 10
+    assert first == alone.stdout
+    assert second == ""
+
+
+@pytest.mark.multi
+@pytest.mark.accept(10)
+def test_a_server_of_two_processes_answers_and_ends(job):
+    port = free_address().partition(":")[2]
+    options = ("--port", port, "--max-seqs", "2", "--max-len", "128", "--distributed")
+    processes = job("command line", 2, "serve", "nano", *options)
+    until = time.monotonic() + 400
+    while "ready at" not in text_of(processes[0][2]):
+        ended = [process.poll() for process, _, _ in processes]
+        assert ended == [None, None], [text_of(err)[-2000:] for _, _, err in processes]
+        assert time.monotonic() < until
+        time.sleep(0.5)
+
+    def ask(**more):
+        body = {"model": "nano", "max_tokens": 8, "temperature": 0, **more}
+        body["thinking"] = {"type": "disabled"}
+        body["messages"] = [{"role": "user", "content": "Say as json where Mara lives."}]
+        url = f"http://localhost:{port}/v1/chat/completions"
+        kind = {"content-type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+
+    first = ask()
+    assert len(first) > 2
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(response_format={"type": "json_object"})
+    assert refused.value.code == 400
+    assert b"whose masks do not travel" in refused.value.read()
+    assert ask() == first
+    processes[0][0].send_signal(signal.SIGTERM)
+    outputs(processes)
+
+
+def test_a_process_without_a_job_says_what_to_set(capsys, monkeypatch):
+    for name in (*VARIABLES, "SLURM_STEP_NODELIST", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main([*GENERATE, "--distributed"])
+    assert ended.value.code == 2
+    assert "set DEEPINFER_COORDINATOR, DEEPINFER_PROCESSES" in capsys.readouterr().err
+
+
+def test_a_mesh_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main([*GENERATE, "--mesh", "dp=2;cp=2"])
+    assert '--mesh is a list like "er=1,dp=8,cp=1"' in capsys.readouterr().err
 
 
 @pytest.mark.multi
@@ -175,11 +287,14 @@ def test_messages_arrive_whole_and_in_order(job):
 
 @pytest.mark.multi
 @pytest.mark.accept(10)
-@pytest.mark.parametrize("role", ["collectives", "messages"])
+@pytest.mark.parametrize(
+    "role",
+    [("endless", "collectives"), ("endless", "messages"), ("serving", "tiny_v41", '{"dp":4}')],
+)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_process_ends_the_others(job, role, victim):
-    processes = job("endless", 2, role)
-    until = time.monotonic() + 90
+    processes = job(role[0], 2, *role[1:])
+    until = time.monotonic() + 300
     while not all("running" in text_of(out) for _, out, _ in processes):
         assert time.monotonic() < until, [text_of(err)[-1500:] for _, _, err in processes]
         time.sleep(0.2)

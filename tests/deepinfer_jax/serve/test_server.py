@@ -1,5 +1,6 @@
 """Starting, draining and measuring a whole server."""
 
+import asyncio
 import re
 import signal
 import socket
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax.serve.server import serving
+from deepinfer_jax.serve.server import Server, serving
 from deepinfer_jax.serve.service import Service
 
 from .conftest import CONFIG, RUNTIME, USER, wait_idle
@@ -155,3 +156,22 @@ def test_metrics_are_what_happened(with_config):
     assert grown("jax_compilations_total") == 0
     assert after["deepinfer_num_requests_running"] == after["deepinfer_num_requests_waiting"] == 0
     assert after["deepinfer_engine_requests_total"] >= 3
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_only_a_process_that_does_nothing_else_hides_its_objects(llm, monkeypatch, is_alone):
+    """In a notebook objects that are there must stay collectable."""
+    called = []
+
+    async def nothing():
+        return None
+
+    monkeypatch.setattr("deepinfer_jax.serve.server.gc.freeze", lambda: called.append("freeze"))
+    monkeypatch.setattr(Server, "url", "here")
+    server = Server(llm, CONFIG, called.append, is_alone=is_alone)
+    monkeypatch.setattr(server.service, "warm_up", nothing)
+    asyncio.run(server._warm_up())
+    server.service.metrics.close()
+    assert called[0] == "compiling what the engine can need"
+    assert called[1:-1] == ["freeze"] * is_alone
+    assert called[-1].startswith("ready at here")

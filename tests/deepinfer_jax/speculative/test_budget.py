@@ -188,7 +188,8 @@ def test_prompt_rows_move_the_stairs():
         best_total(survival, steep, capacity=MANY, prompt_rows=p, budget=MANY).total
         for p in (0, 1, 4, 5, 6, 200)
     ]
-    assert totals == [6, 6, 3, 2, 6, 6]  # up to row 7, or all where the next stair is reached anyway
+    # up to row 7, or all where the next stair is reached anyway
+    assert totals == [6, 6, 3, 2, 6, 6]
 
 
 def test_where_prompts_wait_drafts_must_be_worth_the_rows_that_prompts_lose():

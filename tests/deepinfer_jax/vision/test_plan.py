@@ -1,10 +1,14 @@
 """Planned canvases against the released planner (model.md 3.13, 9.11; io.md 6)."""
 
+import io
 import json
+import math
 from dataclasses import replace
 
+import deepseek_recipe
 import numpy as np
 import pytest
+from PIL import Image
 
 from deepinfer_jax.config.model import VisionConfig
 from deepinfer_jax.errors import InputError
@@ -15,7 +19,7 @@ RELEASED = VisionConfig(
     patch_size=14, rope_theta=10000.0, downsample_ratio=3, max_image_tokens=1024,
     min_pixels=295_936, max_wh_ratio=None,
 )  # fmt: skip
-pytestmark = pytest.mark.accept(12)
+pytestmark = [pytest.mark.accept(12), pytest.mark.accept(11)]
 
 
 def test_every_fixture_plan_is_exact(fixtures_dir):
@@ -48,6 +52,68 @@ def test_every_fixture_plan_is_exact(fixtures_dir):
 def test_published_examples(size, canvas, tokens):
     plan = plan_image(*size, RELEASED)
     assert ((plan.width, plan.height), plan.num_tokens) == (canvas, tokens)
+
+
+def reference(width, height):
+    """The published rule for patches of 14, cells of 3 x 3, 1024 tokens: (width, height, tokens).
+
+    In whole cells and from the text of model.md 3.13 alone; no width clamp.
+    """
+    if width * height < 295_936:
+        grown = (295_936 / (width * height)) ** 0.5
+        width, height = int(width * grown) or 1, int(height * grown) or 1
+    canvas = [side + -side % 14 for side in (width, height)]
+
+    def tokens():
+        across, down = (-(-side // 42) for side in canvas)
+        return down * (across + 1) + 2
+
+    if tokens() > 1024:
+        slope = height / width
+        across = (1022 / slope + 0.25) ** 0.5 - 0.5
+        if across < 1:
+            canvas = [42, 511 * 42]
+        elif across * slope < 1:
+            canvas = [1021 * 42, 42]
+        else:
+            shrink = min(int(across) * 42 / width, int(across * slope) * 42 / height)
+            # The rule has no case for a side of nothing; it keeps one patch (model.md 9.11).
+            canvas = [max(int(side * shrink / 14), 1) * 14 for side in (width, height)]
+    return *canvas, tokens()
+
+
+def test_a_thousand_random_sizes_follow_the_reference_formula():
+    draw, kinds = np.random.default_rng(4), {"grown": 0, "kept": 0, "shrunk": 0, "thin": 0}
+    for index in range(1000):
+        # To 60,000 pixels a side; every fourth about as large as the limits.
+        low, high = (0, 11) if index % 4 else (6, 8)
+        width, height = (int(x) for x in np.exp(draw.uniform(low, high, 2)))
+        plan = plan_image(width, height, RELEASED)
+        found = plan.width, plan.height, plan.num_tokens
+        assert found == reference(width, height), (width, height)
+        assert not plan.stretch
+        grown = plan.width * plan.height > width * height
+        name = "thin" if min(plan.width, plan.height) <= 42 else "grown" if grown else "shrunk"
+        kinds["kept" if math.isclose(plan.width, width, abs_tol=13) else name] += 1
+    assert min(kinds.values()) > 30, kinds
+
+
+@pytest.mark.slow
+def test_random_sizes_are_those_of_the_recipe():
+    """deepseek-recipe's own planner; it rounds thin images otherwise, so there are none."""
+    preprocessor = deepseek_recipe.OpenCvImagePreprocessor()
+    options = deepseek_recipe.PreprocessOptions("high", 8192, 4096)
+    draw, compared = np.random.default_rng(5), 0
+    while compared < 120:
+        width, height = (int(x) for x in np.exp(draw.uniform(3, 7.2, 2)))
+        if max(width, height) > 4 * min(width, height):
+            continue
+        file = io.BytesIO()
+        Image.new("RGB", (width, height)).save(file, "PNG")
+        theirs = preprocessor.preprocess(file.getvalue(), options)
+        ours = plan_image(width, height, RELEASED)
+        assert (ours.width, ours.height) == (theirs.width, theirs.height), (width, height)
+        compared += 1
 
 
 def test_low_detail_has_about_min_pixels():
