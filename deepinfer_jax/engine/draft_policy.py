@@ -13,7 +13,8 @@ from jaxtyping import Float
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.layout import PlanLayout
-from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.plan import StepPlan
+from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.speculative.budget import best_total, complete_survival
 from deepinfer_jax.speculative.cost import Corrections, StepCost
@@ -58,6 +59,7 @@ class DraftPolicy:
     _paused: int = field(default=0, init=False)
     _next_pause: int = field(default=_FIRST_PAUSE, init=False)
     _has_drafts: bool = field(default=False, init=False)
+    _prompts: int = field(default=0, init=False)  # rows that they would like of the next step
     # Survivals a round usually has [size]; drafts count as certain until the first are known.
     _usual: np.ndarray | None = field(default=None, init=False)
 
@@ -76,12 +78,22 @@ class DraftPolicy:
         most = self.most if asked is None else min(self.most, asked)
         return max(0, min(most, sequence.room - sequence.produced - 1))
 
-    def rows(
-        self, sequences: Items[Sequence], spans: Items[int], prompt_rows: int = 0
-    ) -> tuple[int, bool]:
+    def expect(self, plan: StepPlan, active: Items[Sequence], waiting: Items[Sequence]) -> None:
+        """Notes the rows that prompts would like to have of the next step.
+
+        As many as they got of this plan, and what it left of them. waiting: sequences that there
+        are slots for.
+        """
+        if self.corrections is None:
+            return
+        left = sum(one.count - one.computed for one in active if one.phase is Phase.PREFILL)
+        left += sum(one.count for one in waiting)
+        self._prompts = min(plan.prompt_rows + left, self.budget)
+
+    def rows(self, sequences: Items[Sequence], spans: Items[int]) -> tuple[int, bool]:
         """Returns (rows that the rounds of these sequences share, whether drafts are made).
 
-        spans: rows of each round at most. prompt_rows: that prompts would like in the same step.
+        spans: rows of each round at most.
         """
         most = sum(spans)
         if self.corrections is None:
@@ -103,7 +115,7 @@ class DraftPolicy:
             complete_survival(survival, is_known, drafts, usual),
             lambda rows: corrections.seconds(rows, context),
             capacity=count + int(drafts.sum()),
-            prompt_rows=prompt_rows,
+            prompt_rows=self._prompts,
             budget=self.budget,
             draft_seconds=corrections.drafting_seconds(count),
         )

@@ -40,7 +40,7 @@ class Scheduler:
         self.images = ImagePool(limits.layouts[-1].image_rows)
         self.counters: Counter[str] = Counter()
         self._vectors = PlanVectors(limits.depth + 2)
-        self._generation = self._prompts = 0  # rows that prompts will want of the next step
+        self._generation = 0
         self._deltas: list[tuple[int, int, int]] = []
 
     # -- requests ---------------------------------------------------------------------------------
@@ -108,8 +108,7 @@ class Scheduler:
         if deltas:
             parts.deltas[: len(deltas)] = deltas
         self.counters["steps"] += 1
-        is_full = plan.prompt_rows and plan.rows >= limits.budget
-        self._prompts = limits.budget if is_full else plan.prompt_rows
+        self.policy.expect(plan, self.active, self.waiting[: len(self.free_slots)])
         return self._fit(plan, parts, len(deltas))
 
     def _fit(self, plan: StepPlan, parts: PlanParts, deltas: int) -> StepPlan:
@@ -169,7 +168,7 @@ class Scheduler:
             if sequence.matcher is not None:
                 plan.is_constrained = True
         parts.rounds[: len(slots)] = slots
-        plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans, self._prompts)
+        plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Gives the sequence blocks for so many tokens, taking them from the last rank if need

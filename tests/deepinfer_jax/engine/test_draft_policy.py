@@ -7,7 +7,8 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.draft_policy import DraftPolicy, assumed_cost, draft_policy
 from deepinfer_jax.engine.layout import PlanLayout
-from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.plan import StepPlan
+from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.speculative.cost import Corrections
@@ -108,13 +109,28 @@ def test_a_schedule_pauses_while_drafts_do_not_pay_and_tries_again():
 def test_a_schedule_pauses_while_prompts_wait_for_its_rows():
     policy = scheduled(budget=64)
     policy.rows([], [])
-    running = [sequence(GOOD) for _ in range(2)]
+    running, prompt = [sequence(GOOD) for _ in range(2)], sequence()
     spans = [1 + policy.drafts_of(one) for one in running]
+    plan = StepPlan(
+        layout=PlanLayout(rows=64, slots=4, deltas=1, stop_ids=1, drafts=SIZE), vector=np.zeros(1)
+    )
+
+    def expect(got: int, computed: int, waiting: int) -> None:
+        plan.prompt_rows, prompt.phase = got, Phase.PREFILL
+        prompt.count, prompt.computed = 100, computed
+        policy.expect(plan, [*running, prompt], [sequence()] * waiting)
+
     assert policy.rows(running, spans) == (12, True)  # nobody waits
-    assert policy.rows(running, spans, 64) == (2, False)
+    expect(got=4, computed=100, waiting=0)
+    assert policy.rows(running, spans) == (12, True)  # all that did got its rows
+    expect(got=52, computed=52, waiting=0)
+    assert policy.rows(running, spans) == (2, False)
+    expect(got=0, computed=100, waiting=0)
     while not policy.rows(running, spans)[1]:
         pass
     assert policy.rows(running, spans) == (12, True)
+    expect(got=0, computed=100, waiting=5)  # of 14 tokens each, and there are slots for them
+    assert policy.rows(running, spans) == (2, False)
 
 
 def test_what_a_schedule_may_know():
