@@ -8,15 +8,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.layout import PlanLayout
-from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.speculative.budget import best_total, complete_survival
+from deepinfer_jax.speculative.budget import Budget, best_total, complete_survival
 from deepinfer_jax.speculative.cost import Corrections, StepCost
 
 #: Steps without drafts after they did not pay: at first, and at most when they do not again.
@@ -78,17 +77,16 @@ class DraftPolicy:
         most = self.most if asked is None else min(self.most, asked)
         return max(0, min(most, sequence.room - sequence.produced - 1))
 
-    def expect(self, plan: StepPlan, active: Items[Sequence], waiting: Items[Sequence]) -> None:
-        """Notes the rows that prompts would like to have of the next step.
+    def expect(self, active: Items[Sequence], waiting: Items[Sequence]) -> None:
+        """Notes the rows that prompts would like to have of the next step: what a plan left.
 
-        As many as they got of this plan, and what it left of them. waiting: sequences that there
-        are slots for.
+        waiting: sequences that there are slots for.
         """
         if self.corrections is None:
             return
         left = sum(one.count - one.computed for one in active if one.phase is Phase.PREFILL)
         left += sum(one.count for one in waiting)
-        self._prompts = min(plan.prompt_rows + left, self.budget)
+        self._prompts = min(left, self.budget)
 
     def rows(self, sequences: Items[Sequence], spans: Items[int]) -> tuple[int, bool]:
         """Returns (rows that the rounds of these sequences share, whether drafts are made).
@@ -100,7 +98,12 @@ class DraftPolicy:
             return most, self.most > 0
         if not sequences:
             return 0, self._makes_drafts()
-        count = len(sequences)
+        count, usual = len(sequences), self._usual
+        usual = np.ones(self.size, np.float32) if usual is None else usual
+        context = sum(sequence.computed for sequence in sequences) / count
+        if self._prompts and not self._pays_beside_prompts(spans, usual, context):
+            self._has_drafts = False  # no pause: they may pay as soon as the prompts are done
+            return count, False
         drafts = np.asarray(spans) - 1 if self._has_drafts else np.zeros(count, np.int64)
         survival = np.ones((count, self.size), np.float32)
         is_known = np.zeros(count, bool)
@@ -108,22 +111,40 @@ class DraftPolicy:
             age = 0 if self.exact_only else _age(sequence)
             if len(sequence.survivals) > age:
                 survival[place], is_known[place] = sequence.survivals[age], True
-        usual = np.ones(self.size, np.float32) if self._usual is None else self._usual
-        context = sum(sequence.computed for sequence in sequences) / count
-        corrections = self.corrections
-        budget = best_total(
-            complete_survival(survival, is_known, drafts, usual),
+        budget = self._best(complete_survival(survival, is_known, drafts, usual), drafts, context)
+        if is_known.any():
+            self._note(np.nan_to_num(survival[is_known]).mean(axis=0))
+        if self._has_drafts:
+            self._judge(budget.drafting_pays, bool(is_known.all()))
+        return budget.total, self._makes_drafts()
+
+    def _pays_beside_prompts(
+        self, spans: Items[int], usual: Float[np.ndarray, " n"], context: float
+    ) -> bool:
+        """Returns whether drafts like the usual ones are worth the rows that prompts would like."""
+        drafts = np.asarray(spans) - 1
+        nothing = np.zeros(len(drafts), bool)
+        survival = np.tile(usual, (len(drafts), 1))
+        survival = complete_survival(survival, nothing, drafts, usual)
+        return self._best(survival, drafts, context).drafting_pays
+
+    def _best(
+        self,
+        survival: Float[np.ndarray, "r n"],
+        drafts: Int[np.ndarray, " r"],
+        context: float,
+    ) -> Budget:
+        """Returns the best total for sequences with so many drafts each, beside the prompts."""
+        corrections, count = self.corrections, len(drafts)
+        assert corrections is not None
+        return best_total(
+            survival,
             lambda rows: corrections.seconds(rows, context),
             capacity=count + int(drafts.sum()),
             prompt_rows=self._prompts,
             budget=self.budget,
             draft_seconds=corrections.drafting_seconds(count),
         )
-        if is_known.any():
-            self._note(np.nan_to_num(survival[is_known]).mean(axis=0))
-        if self._has_drafts:
-            self._judge(budget.drafting_pays, bool(is_known.all()))
-        return budget.total, self._makes_drafts()
 
     def _note(self, survival: Float[np.ndarray, " n"]) -> None:
         """Takes the mean survivals of a step into the usual ones, which the next steps use."""

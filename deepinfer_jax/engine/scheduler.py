@@ -108,7 +108,7 @@ class Scheduler:
         if deltas:
             parts.deltas[: len(deltas)] = deltas
         self.counters["steps"] += 1
-        self.policy.expect(plan, self.active, self.waiting[: len(self.free_slots)])
+        self.policy.expect(self.active, self.waiting[: len(self.free_slots)])
         return self._fit(plan, parts, len(deltas))
 
     def _fit(self, plan: StepPlan, parts: PlanParts, deltas: int) -> StepPlan:

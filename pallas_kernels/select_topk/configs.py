@@ -13,8 +13,7 @@ class SelectConfig:
         most: entries a program holds in registers, a power of two, at most 16384; a program with
             more of them reads them again in every pass.
         tile: entries of a program where a longer row is split over several; a power of two.
-        part: entries emitted at once where they were read again or are a list, which takes more
-            registers than counting; a power of two.
+        part: entries emitted at once, which takes more registers than counting; a power of two.
         reduction: a row is split where a tile keeps at most one of so many entries.
         lanes: entries of a program for each of its warps.
         most_warps: warps of the largest program.

@@ -9,9 +9,9 @@ A long row is split over programs that each keep their own k best; a second kern
 the kept ids with the same body. What the whole row keeps, its tile keeps too.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -165,56 +165,50 @@ def _body(*refs: Any, launch: _Launch) -> None:
 
         return lax.fori_loop(0, row.chunks(launch.chunk), add, jnp.int32(0))
 
-    def refine(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Finds a bit of the threshold; ``above`` is the count at the last limit too high."""
-        threshold, above = carry
+    def refine(i: jax.Array, threshold: jax.Array) -> jax.Array:
         candidate = threshold + (jnp.int32(1) << (launch.format.bits - 1 - i))
-        found = count(lambda key: key >= candidate)
-        reached = found >= k
-        return jnp.where(reached, candidate, threshold), jnp.where(reached, above, found)
+        return jnp.where(count(lambda key: key >= candidate) >= k, candidate, threshold)
 
     # with at most k visible entries the threshold stays below them all
-    few = np.int32(0) if launch.listed else _ones(row.left <= launch.k)
-    passes = launch.format.bits * (1 - few)
-    threshold, above = lax.fori_loop(0, passes, refine, (jnp.int32(lowest), jnp.int32(0)))
-    above = lax.fori_loop(0, few, lambda _, __: count(lambda key: key > lowest), above)
-    need = k - above
-    # above the lowest threshold there are k, or it would not have been raised
-    total, width = jnp.where(threshold > lowest, k, above), min(_power(launch.k), _FILL)
-    for start in range(0, 0 if launch.blocks else launch.k, width):
-        place = start + jnp.arange(width, dtype=jnp.int32)
-        empty = (place >= total) & (place < launch.k)
-        plt.store(out_ref.at[place], jnp.full((width,), -1, jnp.int32), mask=empty)
+    many = launch.format.bits * (1 if launch.listed else _ones(row.left > launch.k))
+    threshold = lax.fori_loop(0, many, refine, jnp.int32(lowest))
+    need = k - count(lambda key: key > threshold)
 
-    def emit(
-        entries: tuple[jax.Array, jax.Array, jax.Array], before: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Writes what is chosen of some entries; returns how many came so far, equal ones apart."""
-        place, ids, key = entries
-        over = key > threshold
+    fits = held if launch.part == launch.chunk else None
+
+    def emit(c: Any, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        place, ids, key = fits or row.chunk(c, launch.part)
+        above = key > threshold
         equal = (key == threshold) & (threshold > lowest)
-        both = _ones(over) + (_ones(equal) << _HALF)
+        both = _ones(above) + (_ones(equal) << _HALF)
         running = jnp.cumsum(both)
-        over_before = before[0] + (running & 0xFFFF) - _ones(over)
+        above_before = before[0] + (running & 0xFFFF) - _ones(above)
         equal_before = before[1] + (running >> _HALF) - _ones(equal)
-        chosen = over | (equal & (equal_before < need))
+        chosen = above | (equal & (equal_before < need))
         if launch.blocks:
             plt.store(
                 out_ref.at[place], _ones(chosen).astype(jnp.int8), mask=place < launch.entries
             )
         else:
             # places that are not written point outside: the interpreter would write them back
-            target = jnp.where(chosen, over_before + jnp.minimum(equal_before, need), launch.k)
+            target = jnp.where(chosen, above_before + jnp.minimum(equal_before, need), launch.k)
             plt.store(out_ref.at[target], ids, mask=chosen)
         total = jnp.sum(both)
         return before[0] + (total & 0xFFFF), before[1] + (total >> _HALF)
 
     nothing = jnp.int32(0), jnp.int32(0)
-    if held is not None and launch.part == launch.chunk:
-        emit(held, nothing)
+    if fits is not None:
+        above, equal = emit(0, nothing)
     else:
         every = -(-launch.span // launch.part) if launch.blocks else row.chunks(launch.part)
-        lax.fori_loop(0, every, lambda c, carry: emit(row.chunk(c, launch.part), carry), nothing)
+        above, equal = lax.fori_loop(0, every, emit, nothing)
+    if launch.blocks:
+        return
+    total, width = above + jnp.minimum(equal, need), min(_power(launch.k), _FILL)
+    for start in range(0, launch.k, width):
+        place = start + jnp.arange(width, dtype=jnp.int32)
+        empty = (place >= total) & (place < launch.k)
+        plt.store(out_ref.at[place], jnp.full((width,), -1, jnp.int32), mask=empty)
 
 
 @dataclass(frozen=True)
@@ -255,8 +249,8 @@ class Selection:
         rows, size = scores.shape
         entries = size if ids is None else ids.shape[1]
         tiles, chunk = -(-entries // span), min(_power(span), self.config.most)
+        part = chunk if blocks and span <= chunk else min(chunk, self.config.part)
         listed = ids is not None
-        part = chunk if span <= chunk and not listed else min(chunk, self.config.part)
         launch = _Launch(
             _Format(8 * scores.dtype.itemsize), k, entries, span, chunk, part, listed, blocks
         )
@@ -270,7 +264,7 @@ class Selection:
         listing = [pl.BlockSpec((None, entries), lambda i, j: (i, 0))] if listed else []
         stage = "blocks" if blocks else "merge" if listed else "topk"
         found = pl.pallas_call(
-            partial(_body, launch=launch),
+            functools.partial(_body, launch=launch),
             out_shape=out,
             grid=(rows, tiles),
             in_specs=[whole, pl.BlockSpec((None,), lambda i, j: (i,)), *listing],

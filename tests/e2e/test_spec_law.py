@@ -154,18 +154,16 @@ def test_the_engine_keeps_the_law(rule, policy, depth):
             draft_policy=policy,
             draft_length=length,
             async_depth=depth,
-            max_seqs=16,
+            max_seqs=4,  # few, and room for their prompts: a schedule drafts
             max_len=64,
+            max_tokens_per_step=4 * LENGTH,
             check=False,
         ),
     )
     # Longer than three tokens, so that the second and third come from rounds of several drafts.
     params = replace(PARAMS, max_tokens=6, verify=rule)
-    requests = []
-    for first in range(0, DRAWS, 16):  # beside prompts that wait a schedule would not draft
-        seeds = range(first, first + 16)
-        requests += [engine.submit(prefixes()[0], replace(params, seed=seed)) for seed in seeds]
-        engine.drain()
+    requests = [engine.submit(prefixes()[0], replace(params, seed=seed)) for seed in range(DRAWS)]
+    engine.drain()
     law = engine_law()
     tokens = np.asarray([request.output().token_ids[:3] for request in requests])
     places = np.searchsorted(law.ids, tokens)

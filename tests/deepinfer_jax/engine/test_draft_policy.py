@@ -7,7 +7,6 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.draft_policy import DraftPolicy, assumed_cost, draft_policy
 from deepinfer_jax.engine.layout import PlanLayout
-from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.sampling.params import SamplingParams
@@ -111,25 +110,20 @@ def test_a_schedule_pauses_while_prompts_wait_for_its_rows():
     policy.rows([], [])
     running, prompt = [sequence(GOOD) for _ in range(2)], sequence()
     spans = [1 + policy.drafts_of(one) for one in running]
-    plan = StepPlan(
-        layout=PlanLayout(rows=64, slots=4, deltas=1, stop_ids=1, drafts=SIZE), vector=np.zeros(1)
-    )
 
-    def expect(got: int, computed: int, waiting: int) -> None:
-        plan.prompt_rows, prompt.phase = got, Phase.PREFILL
-        prompt.count, prompt.computed = 100, computed
-        policy.expect(plan, [*running, prompt], [sequence()] * waiting)
+    def expect(computed: int, waiting: int) -> None:
+        prompt.phase, prompt.count, prompt.computed = Phase.PREFILL, 100, computed
+        policy.expect([*running, prompt], [sequence()] * waiting)
 
     assert policy.rows(running, spans) == (12, True)  # nobody waits
-    expect(got=4, computed=100, waiting=0)
-    assert policy.rows(running, spans) == (12, True)  # all that did got its rows
-    expect(got=52, computed=52, waiting=0)
+    expect(computed=100, waiting=0)
+    assert policy.rows(running, spans) == (12, True)  # nothing is left of the prompt
+    expect(computed=52, waiting=0)
     assert policy.rows(running, spans) == (2, False)
-    expect(got=0, computed=100, waiting=0)
-    while not policy.rows(running, spans)[1]:
-        pass
+    expect(computed=100, waiting=0)
+    assert policy.rows(running, spans) == (2, True)  # at once: it was no pause
     assert policy.rows(running, spans) == (12, True)
-    expect(got=0, computed=100, waiting=5)  # of 14 tokens each, and there are slots for them
+    expect(computed=100, waiting=5)  # of 14 tokens each, and there are slots for them
     assert policy.rows(running, spans) == (2, False)
 
 
