@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.nano_kernels import best_kernels
 from benchmarks.network_slice import EXPERTS, TABLE_ROWS, Case, filled_state
 from deepinfer_jax.checkpoint.abstract import abstract_params
 from deepinfer_jax.checkpoint.random_weights import random_params
@@ -30,7 +31,6 @@ from deepinfer_jax.model.on_mesh import replica_maps, settle
 from deepinfer_jax.model.placement import cache_partitions, padded_abstract, partitions_like
 from deepinfer_jax.model.step import Plan, logits, step
 from deepinfer_jax.numerics.selection import attention_widths, choose_kernels
-from pallas_kernels.tables import ENTRIES, misfit
 from sharding.eplb.maps import initial_layout
 from sharding.footprint import zip_specs
 from sharding.mesh import CONTEXT_AXIS, DATA_AXES, MeshSizes, build_mesh, mesh_sizes
@@ -118,12 +118,7 @@ def _kernels(config: ModelConfig, which: str) -> tuple[tuple[str, str], ...]:
         )
     if jax.default_backend() not in GPU_PLATFORMS:
         return ()
-    best = {
-        entry.op: entry.implementation
-        for entry in ENTRIES
-        if entry.arch == "sm_90" and entry.default_arithmetic and not misfit(entry.op, widths)
-    }
-    return tuple(sorted(best.items()))
+    return tuple(sorted(best_kernels(config, "sm_90").items()))
 
 
 def sizes_of(config: ModelConfig) -> MeshSizes:

@@ -6,8 +6,7 @@ Under the best kernels of every covered op that has a form for nano's sizes, lev
 optimised HLO must hold a custom call of each op and no product over the hidden width beside them
 (kernels.md 7, "real path"). XLA's own products at level "batch" must have the same shapes however
 many blocks of rows a program has and however many small experts a device holds, since XLA cuts K by
-them. Prints the counts; exits 1 if it does
-not hold. Part of `make test-gpu-compile`.
+them. Prints the counts; exits 1 if it does not hold. Part of `make test-gpu-compile`.
 """
 
 import re
