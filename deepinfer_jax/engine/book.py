@@ -75,8 +75,12 @@ class RequestBook:
         if not request.first_token:
             request.first_token = now
         count = sequence.params.logprobs
-        if count is None and step.hashes is None:
+        if sequence.quiet:
+            output.tokens, tokens = sequence.output_ids, len(found.kept)
+        elif count is None and step.hashes is None:
             tokens = output.extend(found.kept)
+            has_reader = sequence.matcher is not None or output.detokenizer is not None
+            sequence.quiet = int(request.sink is None and not has_reader)
         else:
             tokens = push_told(output, found, step, count)
         if output.finish_reason is not None:
@@ -98,6 +102,8 @@ class RequestBook:
         if sequence.phase is Phase.DONE:
             return
         self._has_ended = True
+        if sequence.quiet:
+            sequence.output.tokens = sequence.output_ids
         self._scheduler.end(sequence)
         if sequence.output.finish_reason is None:
             sequence.output.end(reason, stop)

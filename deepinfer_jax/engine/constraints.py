@@ -137,7 +137,7 @@ class Constraints:
         request.warnings = template.warnings
         for sequence in request.sequences:
             sequence.matcher = template.matcher(gate)
-            sequence.matcher.accept(sequence.ids[sequence.prompt_len : sequence.count].tolist())
+            sequence.matcher.accept(sequence.output_ids)
 
     def follow(self, sequence: Sequence, tokens: Items[int], drafts: Items[int]) -> None:
         """Takes a completion's new tokens, and the drafts made after them, to its grammar."""
@@ -156,7 +156,8 @@ class Constraints:
         """
         began, wanted = time.perf_counter(), []
         owner: dict[Matcher, Sequence] = {}
-        for place, (sequence, generation) in enumerate(plan.emits):
+        for place, sequence in enumerate(plan.emits):
+            generation = plan.generations[place]
             matcher = sequence.matcher
             if matcher is None or sequence.generation != generation:
                 continue

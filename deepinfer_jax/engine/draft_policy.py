@@ -15,6 +15,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.speculative.budget import Budget, best_total, complete_survival
 from deepinfer_jax.speculative.cost import Corrections, StepCost
 
@@ -69,13 +70,9 @@ class DraftPolicy:
             found += [layout.without_drafting for layout in layouts]
         return list(dict.fromkeys(found))
 
-    def drafts_of(self, sequence: Sequence) -> int:
-        """Returns how many drafts of a sequence a step may verify at most."""
-        if not self.most:
-            return 0
-        asked = sequence.params.max_draft
-        most = self.most if asked is None else min(self.most, asked)
-        return max(0, min(most, sequence.room - sequence.produced - 1))
+    def limit(self, params: SamplingParams) -> int:
+        """Returns how many drafts of a sequence a step may verify at most, whatever its room."""
+        return self.most if params.max_draft is None else min(self.most, params.max_draft)
 
     def expect(self, active: Items[Sequence], waiting: Items[Sequence]) -> None:
         """Notes the rows that prompts would like to have of the next step: what a plan left.

@@ -36,10 +36,10 @@ from deepinfer_jax.engine.prompt import PromptImage, placed_images
 from deepinfer_jax.engine.request import Request, request_factory
 from deepinfer_jax.engine.results import round_results, take_scores
 from deepinfer_jax.engine.scheduler import Scheduler
-from deepinfer_jax.engine.sequence import Phase
 from deepinfer_jax.engine.sizes import engine_capacity, engine_limits
 from deepinfer_jax.engine.snapshot import pack_request, unpack_request
 from deepinfer_jax.engine.stats import DraftCounts, EngineStats, collect_stats
+from deepinfer_jax.engine.tell import tell
 from deepinfer_jax.engine.trace import Trace
 from deepinfer_jax.engine.weights import engine_weights, require_same_form
 from deepinfer_jax.errors import ConfigError, InputError
@@ -283,25 +283,16 @@ class Engine:
             if result.prompt is not None:
                 take_scores(self._book.owner, plan.chunks, result.prompt)
             found = round_results(result.rounds, len(plan.emits))
-            self.drafts.add(found[: len(plan.spans)])
-            self.scheduler.commit(plan, found, now - busy_since)
+            self.drafts.add(found, len(plan.spans))
+            taken = self.scheduler.commit(plan, found, now - busy_since)
             for chunk, leaves in zip(plan.checkpoints, windows, strict=True):
                 sequence = chunk.sequence
                 if sequence.generation == chunk.generation:
                     block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
                     self.scheduler.cache.attach(block, leaves)
-            tokens = 0
-            for place, ((sequence, generation), one) in enumerate(
-                zip(plan.emits, found, strict=True)
-            ):
-                if sequence.generation != generation:
-                    continue  # ended or preempted since
-                assert one.generation == generation, f"{one} is not of generation {generation}"
-                tokens += self._book.take(sequence, one, result, now)
-                if sequence.matcher is not None and sequence.phase is not Phase.DONE:
-                    drafts = result.drafts[place].tolist() if plan.makes_drafts else ()
-                    self._constraints.follow(sequence, one.kept, drafts)
-            self.counters["tokens"] += tokens
+            self.counters["tokens"] += tell(
+                self._book, self._constraints, plan, taken, found, result, now
+            )
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len

@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.layout import PlanParts
 from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.prompt import PromptImage
 from deepinfer_jax.engine.sequence import Sequence
@@ -111,12 +110,11 @@ class ImagePool:
 def image_chunk(
     pool: ImagePool,
     plan: StepPlan,
-    parts: PlanParts,
     sequence: Sequence,
     start: int,
     stop: int,
 ) -> int:
-    """Returns where a chunk [start, stop) ends so that no image is cut; writes its images' rows.
+    """Returns where a chunk [start, stop) ends so that no image is cut; plans its images' rows.
 
     Shrunk to the start of an image that does not fit, or grown to the end of one if the step has no
     other prompt rows (engine.md 2.4). May be `start`: then a later step takes it.
@@ -138,8 +136,7 @@ def image_chunk(
         if is_new:
             plan.before.append(("encode", (one.image.pixels, rows)))
         first = max(one.start, start)  # not the image's own first row behind a prefix hit
-        row = plan.prompt_rows + first - start
-        parts.image[row : row + one.stop - first] = rows[first - one.start :]
+        plan.images.append((plan.prompt_rows + first - start, rows[first - one.start :]))
     return stop
 
 

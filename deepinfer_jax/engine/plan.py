@@ -10,6 +10,10 @@ from deepinfer_jax.engine.layout import PlanLayout
 from deepinfer_jax.engine.sequence import Sequence
 
 
+def _no_words() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What scheduling obeys.
@@ -43,19 +47,25 @@ class Chunk:
 class StepPlan:
     """One step: the packed vector, and what the host must do around and after it.
 
-    before: device actions ahead of the step, as (name, arguments). emits: (sequence, generation) of
-    all that may emit tokens: rounds, then prompts that end. spans: rows of each round at most.
-    chunks: prompt rows. checkpoints: chunks after which the window state is saved. rows:
-    prompt_rows, and verify_rows of rounds at most. is_constrained: some that emits has a grammar.
+    layout, vector: of the largest plan and empty until it is packed. before: device actions ahead
+    of the step, as (name, arguments). emits: all sequences that may emit tokens: rounds, then
+    prompts that end; slots, generations: theirs. spans: rows of each round at most. ends: rows that
+    end a prompt. chunks: prompt rows. images: (first row, rows of encoded images) of prompt rows.
+    checkpoints: chunks after which the window state is saved. rows: prompt_rows, and verify_rows of
+    rounds at most. is_constrained: some that emits has a grammar.
     """
 
     layout: PlanLayout
-    vector: np.ndarray
+    vector: np.ndarray = field(default_factory=_no_words)
     before: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    emits: list[tuple[Sequence, int]] = field(default_factory=list)
+    images: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    emits: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     checkpoints: list[Chunk] = field(default_factory=list)
     prompt_rows: int = 0
     verify_rows: int = 0

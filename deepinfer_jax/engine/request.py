@@ -171,7 +171,6 @@ class RequestFactory:
                 params=params,
                 prompt_len=len(ids),
                 ids=buffer,
-                count=len(ids),
                 room=room,
                 seed=child_seed(seed, child),
                 root=root,

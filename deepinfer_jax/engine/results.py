@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,38 +20,71 @@ from deepinfer_jax.sampling.logprobs import TokenLogprobs
 
 
 class RoundResult(NamedTuple):
-    """What one sequence got: words of `layout.RESULT`, its tokens, survivals of its new drafts.
+    """What one sequence got: words of `layout.RESULT` and its tokens.
 
-    kept: tokens that are output, without a stop id and without the mark of a failed row. survival:
-    None without drafting.
+    kept: tokens that are output, without a stop id and without the mark of a failed row.
     """
 
-    generation: int
     first: int
     code: int
     status: int
-    verified: int
-    accepted: int
-    rows: int
     tokens: list[int]
     kept: list[int]
-    survival: np.ndarray | None
 
 
-def round_results(rounds: np.ndarray, count: int) -> list[RoundResult]:
+@dataclass(frozen=True, slots=True)
+class RoundResults:
+    """What all emitters of a step got, by column [n].
+
+    generation, first, count, code, status, verified, accepted: words of `layout.RESULT`. tokens
+    [n, width]: `count` of them valid. kept: how many of those are output. survivals
+    [n, drafts]: of the new drafts; None without drafting.
+    """
+
+    generation: np.ndarray
+    first: np.ndarray
+    count: np.ndarray
+    code: np.ndarray
+    status: np.ndarray
+    verified: np.ndarray
+    accepted: np.ndarray
+    tokens: np.ndarray
+    kept: np.ndarray
+    survivals: np.ndarray | None
+
+    def __len__(self) -> int:
+        """Returns the number of emitters."""
+        return len(self.code)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Rows that each took: its drafts, and its last token unless it had ended before."""
+        return self.verified + (self.code >= 0)
+
+    def one(self, place: int) -> RoundResult:
+        """Returns what the emitter at `place` got."""
+        tokens = self.tokens[place, : self.count[place]].tolist()
+        return RoundResult(
+            first=int(self.first[place]),
+            code=int(self.code[place]),
+            status=int(self.status[place]),
+            tokens=tokens,
+            kept=tokens[: self.kept[place]],
+        )
+
+
+def round_results(rounds: np.ndarray, count: int) -> RoundResults:
     """Returns the results of the first `count` emitters of `program.StepResult.rounds`."""
     words = len(RESULT)
     width = 1 + (rounds.shape[1] - words) // 2
-    survivals = rounds[:count, words + width :].view(np.float32) if width > 1 else [None] * count
-    columns = rounds[:count, 1:words].T.tolist()  # by column: rows of words are slow to unpack
-    generation, first, counts, codes, status, verified, accepted = columns
-    lists = rounds[:count, words : words + width].tolist()
-    tokens = [ids if n == width else ids[:n] for ids, n in zip(lists, counts, strict=True)]
-    cut = (AT_STOP, FAILED)
-    kept = [ids[:-1] if code in cut else ids for ids, code in zip(tokens, codes, strict=True)]
-    rows = [drafts + (code >= 0) for drafts, code in zip(verified, codes, strict=True)]
-    told = (generation, first, codes, status, verified, accepted, rows, tokens, kept, survivals)
-    return list(map(RoundResult._make, zip(*told, strict=True)))
+    found = dict(zip(RESULT, rounds[:count, :words].T, strict=True))
+    del found["slot"]
+    return RoundResults(
+        **found,
+        tokens=rounds[:count, words : words + width],
+        kept=found["count"] - ((found["code"] == AT_STOP) | (found["code"] == FAILED)),
+        survivals=rounds[:count, words + width :].view(np.float32) if width > 1 else None,
+    )
 
 
 def push_told(

@@ -9,19 +9,29 @@ later, so that the first always finishes.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence as Items
 
 import numpy as np
 
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.capacity import admissible, blocks_for
 from deepinfer_jax.cache.hit import Miss, checkpoint_positions, usable_hit
-from deepinfer_jax.engine.admission import write_admission
+from deepinfer_jax.engine.commit import Taken, advance_rounds, append_tokens
 from deepinfer_jax.engine.draft_policy import DraftPolicy
 from deepinfer_jax.engine.images import ImagePool, cuts_beside_images, image_chunk
-from deepinfer_jax.engine.layout import PlanParts, PlanVectors
+from deepinfer_jax.engine.layout import PlanVectors
+from deepinfer_jax.engine.numbers import (
+    CAPACITY,
+    COMPUTED,
+    COUNT,
+    GENERATION,
+    PLANNED,
+    QUIET,
+    SlotNumbers,
+)
+from deepinfer_jax.engine.packing import pack_plan
 from deepinfer_jax.engine.plan import Chunk, Limits, StepPlan
-from deepinfer_jax.engine.results import RoundResult
+from deepinfer_jax.engine.results import RoundResults
+from deepinfer_jax.engine.runners import Runners, runners_of
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import CacheError
 
@@ -40,6 +50,8 @@ class Scheduler:
         self.images = ImagePool(limits.layouts[-1].image_rows)
         self.counters: Counter[str] = Counter()
         self._vectors = PlanVectors(limits.depth + 2)
+        self._numbers = SlotNumbers(limits.layouts[-1].slots)
+        self._runners: Runners | None = None  # None: no longer those that decode
         self._generation = 0
         self._deltas: list[tuple[int, int, int]] = []
 
@@ -66,12 +78,13 @@ class Scheduler:
 
     def _give_up(self, sequence: Sequence) -> None:
         self.active.remove(sequence)
+        self._runners = None
         self.cache.release(sequence.blocks)
-        self.free_slots.append(sequence.slot)
-        slot = sequence.slot
+        slot = self._numbers.move_out(sequence)
+        self.free_slots.append(slot)
         self._deltas = [entry for entry in self._deltas if entry[0] != slot]
         sequence.blocks = []
-        sequence.slot = sequence.generation = 0
+        sequence.generation = 0
         sequence.computed = sequence.written = sequence.published = 0
         sequence.survivals = ()
         sequence.planned = sequence.produced
@@ -88,121 +101,82 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None if nothing can run before a result is read."""
-        budget = self.limits.layouts[-1]
-        vector, parts = self._vectors.blank(budget)
-        plan = StepPlan(layout=budget, vector=vector)
+        plan = StepPlan(layout=self.limits.layouts[-1])
         self.images.begin_step()
         self._fork(plan)
-        self._decode(plan, parts)
-        for sequence in list(self.active):
+        self._decode(plan)
+        for sequence in list(self.active) if len(self.active) > len(plan.spans) else ():
             if sequence.phase is Phase.PREFILL:
-                self._chunk(plan, parts, sequence)
-        self._admit(plan, parts)
+                self._chunk(plan, sequence)
+        self._admit(plan)
         if not plan.rows:
             return None
-        limits, drafts = self.limits, budget.drafts
-        for entry, sequence in zip(parts.admits, plan.admitted, strict=False):
-            if sequence.slot:
-                write_admission(entry, sequence, limits.rule, limits.eos, drafts)
-        deltas, self._deltas = self._deltas, []
-        if deltas:
-            parts.deltas[: len(deltas)] = deltas
         self.counters["steps"] += 1
         self.policy.expect(self.active, self.waiting[: len(self.free_slots)])
-        return self._fit(plan, parts, len(deltas))
-
-    def _fit(self, plan: StepPlan, parts: PlanParts, deltas: int) -> StepPlan:
-        """Moves the plan into the smallest layout that holds its rows, and writes its header.
-
-        Rows that would be computed as padding verify drafts instead.
-        """
-        limits, rounds = self.limits, len(plan.spans)
-        layout = next(one for one in limits.layouts if one.rows >= plan.rows)
-        if layout is not plan.layout:
-            vector, small = self._vectors.blank(layout)
-            used = dict.fromkeys(("ids", "position", "slot", "target"), plan.prompt_rows)
-            used |= {"image": plan.prompt_rows} if layout.image_rows else {}
-            used |= {"rounds": rounds, "ends": len(plan.emits) - rounds}
-            used |= {"deltas": deltas, "admits": len(plan.admitted)}
-            for name, count in used.items():
-                getattr(small, name)[:count] = getattr(parts, name)[:count]
-            plan.vector, parts = vector, small
-        padding = -plan.rows % (layout.rows if len(limits.layouts) > 1 else limits.row_step)
-        plan.verify_rows = min(plan.verify_rows + padding, sum(plan.spans))
-        parts.header[:] = (
-            plan.prompt_rows,
-            rounds,
-            len(plan.emits) - rounds,
-            plan.wants_logprobs,
-            plan.scores_prompt,
-            self.policy.most,
-            np.float32(self.policy.threshold).view(np.int32),
-            plan.verify_rows,
-            plan.makes_drafts,
-        )
-        plan.layout = layout if plan.makes_drafts else layout.without_drafting
+        deltas, self._deltas = self._deltas, []
+        pack_plan(plan, self._vectors, self.limits, self.policy, deltas)
         return plan
 
-    def _decode(self, plan: StepPlan, parts: PlanParts) -> None:
-        """Plans a round of every running sequence, by rank. Kept lean: it runs once a token."""
-        slots: list[int] = []
-        chosen: list[Sequence] = []
-        running, drafts_of = Phase.RUNNING, self.policy.drafts_of
-        for sequence in tuple(self.active):
-            if sequence.phase is not running or sequence.planned >= sequence.room:
-                continue
-            span = 1 + drafts_of(sequence)
-            last = sequence.computed + span
-            if last > sequence.capacity:
-                last = min(last, sequence.longest)
-                if last > sequence.capacity and not self._grow(sequence, last):
-                    continue
-            sequence.computed += span
-            sequence.planned += 1
-            chosen.append(sequence)
-            plan.emits.append((sequence, sequence.generation))
-            plan.spans.append(span)
-            slots.append(sequence.slot)
-            if sequence.params.logprobs is not None:
-                plan.wants_logprobs = True
-            if sequence.matcher is not None:
-                plan.is_constrained = True
-        parts.rounds[: len(slots)] = slots
-        plan.verify_rows, plan.makes_drafts = self.policy.rows(chosen, plan.spans)
+    def _decode(self, plan: StepPlan) -> None:
+        """Plans a round of every running sequence, by rank. Kept lean: it runs at every step."""
+        runners = self._runners = self._runners or runners_of(self.active, self.policy)
+        table = self._numbers.table
+        numbers = table[runners.slots]
+        goes_on = numbers[:, PLANNED] < runners.room
+        if not goes_on.all():
+            runners, numbers = runners.some(goes_on), numbers[goes_on]
+        spans = 1 + runners.drafts(numbers[:, COUNT])
+        last = numbers[:, COMPUTED] + spans
+        short = last > numbers[:, CAPACITY]
+        if short.any():
+            stays = self._lengthen(runners, last, np.flatnonzero(short).tolist())
+            if not stays.all():
+                runners, numbers, spans = runners.some(stays), numbers[stays], spans[stays]
+        table[runners.slots, COMPUTED] += spans
+        table[runners.slots, PLANNED] += 1
+        plan.emits += runners.sequences
+        plan.slots += runners.slots.tolist()
+        plan.generations += numbers[:, GENERATION].tolist()
+        plan.spans += spans.tolist()
+        plan.wants_logprobs = bool(runners.wants_logprobs.any())
+        plan.is_constrained = bool(runners.has_grammar.any())
+        plan.verify_rows, plan.makes_drafts = self.policy.rows(runners.sequences, plan.spans)
 
-    def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Gives the sequence blocks for so many tokens, taking them from the last rank if need
-        be."""
+    def _lengthen(self, runners: Runners, last: np.ndarray, places: list[int]) -> np.ndarray:
+        """Gives the runners at `places` blocks for `last` tokens; returns who still runs."""
+        for place in places:
+            sequence = runners.sequences[place]
+            if sequence.phase is Phase.RUNNING:  # not given up for one before it
+                self._grow(sequence, min(int(last[place]), sequence.longest))
+        return np.asarray([one.phase is Phase.RUNNING for one in runners.sequences])
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        """Gives the sequence blocks for so many tokens, taking them from the last rank if need be.
+
+        Which may be its own: then it no longer runs.
+        """
         while sequence.capacity < tokens:
             while (found := self.cache.allocate(1)) is None:
                 victim = self.active[-1]
                 self._preempt(victim)
                 if victim is sequence:
-                    return False
+                    return
             self._deltas.append((sequence.slot, len(sequence.blocks), found[0]))
             sequence.blocks += found
             sequence.capacity += self.cache.block_tokens
-        return True
 
-    def _chunk(self, plan: StepPlan, parts: PlanParts, sequence: Sequence) -> None:
+    def _chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Plans as many prompt rows of a sequence as the budget and its next cut allow."""
         start, end = sequence.computed, sequence.count
         cut = next((position for position in sequence.cuts if position > start), end)
         left = max(self.limits.budget - plan.rows, 0 if plan.chunks else 1)
         count = min(left, cut - start, end - start)
         if sequence.images and count > 0:
-            count = image_chunk(self.images, plan, parts, sequence, start, start + count) - start
+            count = image_chunk(self.images, plan, sequence, start, start + count) - start
         if count <= 0:
             return
         row, stop = plan.prompt_rows, start + count
-        rows = slice(row, row + count)
-        parts.ids[rows] = sequence.ids[start:stop]
-        parts.position[rows] = np.arange(start, stop)
-        parts.slot[rows] = sequence.slot
-        if sequence.params.prompt_logprobs is not None and sequence.child == 0:
-            following = sequence.ids[start + 1 : min(stop + 1, sequence.prompt_len)]
-            parts.target[rows] = -1
-            parts.target[row : row + len(following)] = following
+        if sequence.scores_prompt:
             plan.scores_prompt |= sequence.output.needs_prompt_scores
         plan.prompt_rows += count
         sequence.computed = stop
@@ -210,16 +184,19 @@ class Scheduler:
         plan.chunks.append(chunk)
         if stop in sequence.cuts:
             plan.checkpoints.append(chunk)
-        if stop == end and sequence.room > 0:
-            parts.ends[len(plan.emits) - len(plan.spans)] = row + count - 1
-            plan.emits.append((sequence, sequence.generation))
+        if stop < end:
+            return
+        sequence.phase, self._runners = Phase.RUNNING, None
+        if sequence.room > 0:
+            plan.ends.append(row + count - 1)
+            plan.emits.append(sequence)
+            plan.slots.append(sequence.slot)
+            plan.generations.append(sequence.generation)
             plan.wants_logprobs |= sequence.params.logprobs is not None
             plan.is_constrained |= sequence.matcher is not None
             sequence.planned += 1
-        if stop == end:
-            sequence.phase = Phase.RUNNING
 
-    def _admit(self, plan: StepPlan, parts: PlanParts) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Starts waiting sequences in order of rank until something is missing."""
         for sequence in list(self.waiting):
             full = plan.rows >= self.limits.budget and plan.chunks
@@ -230,7 +207,7 @@ class Scheduler:
             if not self._start(plan, sequence):
                 return
             plan.admitted.append(sequence)
-            self._chunk(plan, parts, sequence)
+            self._chunk(plan, sequence)
 
     def _start(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Gives a waiting sequence its slot and the blocks of its tokens, or changes nothing."""
@@ -291,7 +268,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         insort(self.active, sequence, key=lambda s: s.rank)
         sequence.phase = Phase.PREFILL
-        sequence.slot = self.free_slots.pop()
+        self._numbers.move_in(sequence, self.free_slots.pop())
         sequence.generation = self._generation
         sequence.blocks = blocks
         sequence.capacity = len(blocks) * self.cache.block_tokens
@@ -332,33 +309,26 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, results: Items[RoundResult], seconds: float) -> None:
+    def commit(self, plan: StepPlan, results: RoundResults, seconds: float) -> Taken:
         """Takes the tokens of a step: they are part of their sequences, their rows are cached.
 
         results: of `plan.emits`, in order. seconds: of the step, from when the device was free for
         it. Publishes blocks that are full; before anything ends, since rows of a sequence that ends
-        here are worth keeping too.
+        here are worth keeping too. Returns the places of emitters that have not ended or been
+        preempted since the step was planned, and whether nobody looks at the tokens of each yet.
         """
-        rounds, size = len(plan.spans), self.cache.block_tokens
-        rows = plan.prompt_rows + sum(one.rows for one in results[:rounds])
+        rounds = len(plan.spans)
+        rows = plan.prompt_rows + int(results.rows[:rounds].sum())
+        table, slots = self._numbers.table, np.asarray(plan.slots, np.int64)
+        is_there = table[slots, GENERATION] == plan.generations
         if rounds and self.policy.corrections is not None:
-            context = sum(sequence.computed for sequence, _ in plan.emits[:rounds]) / rounds
+            context = float((table[slots, COMPUTED] * is_there)[:rounds].mean())
             self.policy.observe(rows, rounds, context, seconds, made_drafts=plan.makes_drafts)
-        for place, (sequence, generation) in enumerate(plan.emits):
-            found = results[place]
-            if sequence.generation != generation:
-                continue  # ended or preempted since
-            sequence.append(found.kept)
-            sequence.planned += len(found.kept) - 1
-            if found.survival is not None:
-                before = sequence.survivals[:1]
-                sequence.survivals = (found.survival, *before) if plan.makes_drafts else ()
-            if place < rounds:
-                emitted = len(found.tokens)
-                sequence.computed -= plan.spans[place] - emitted
-                sequence.written += emitted
-                if sequence.written // size > sequence.published:
-                    self._publish(sequence)
+        there = np.flatnonzero(is_there)
+        append_tokens(table, plan, results, there)
+        size = self.cache.block_tokens
+        for place in advance_rounds(table, plan, results, there[there < rounds], size).tolist():
+            self._publish(plan.emits[place])
         for chunk in plan.chunks:
             if chunk.sequence.generation == chunk.generation:
                 chunk.sequence.written = max(chunk.sequence.written, chunk.stop)
@@ -366,6 +336,7 @@ class Scheduler:
         step = self.limits.row_step
         self.counters["rows"] += rows
         self.counters["tile_rows"] += -(-rows // step) * step  # computed at level "batch"
+        return Taken(there, table[slots[there], QUIET] > 0)
 
     def _publish(self, sequence: Sequence) -> None:
         """Shares the blocks of a sequence that are full by now."""

@@ -8,6 +8,18 @@ import numpy as np
 
 from deepinfer_jax.cache.keys import ImageSpan
 from deepinfer_jax.engine.completion import CompletionBuilder
+from deepinfer_jax.engine.numbers import (
+    CAPACITY,
+    COMPUTED,
+    COUNT,
+    GENERATION,
+    PLANNED,
+    PUBLISHED,
+    QUIET,
+    WRITTEN,
+    Number,
+    empty_numbers,
+)
 from deepinfer_jax.engine.prompt import PromptImage
 from deepinfer_jax.grammar.matcher import Matcher
 from deepinfer_jax.sampling.params import SamplingParams
@@ -28,17 +40,18 @@ class Sequence:
     """One completion. Lengths count tokens; "planned" ones include steps in flight.
 
     number, child: order of arrival. ids: prompt and committed output in one buffer, `count` of them
-    valid. room: most output tokens. seed: of this child. root: of the prefix tree. banned: ids of
-    `bad_words`. parent: another child of the same prompt, whose cache rows can be copied. images:
-    of the prompt, in order.
+    valid, the prompt at first. room: most output tokens. seed: of this child. root: of the prefix
+    tree. banned: ids of `bad_words`. parent: another child of the same prompt, whose cache rows can
+    be copied. images: of the prompt, in order.
 
     slot, generation: 0 while it has no slot. blocks: its cache blocks in order, for `capacity`
     tokens. reused: tokens whose rows it found in the cache. first: first row it runs. computed:
     rows planned so far, drafts taken as accepted. written: rows whose step was read. published:
-    blocks in the prefix tree. planned: output tokens that planned steps give at least. cuts:
-    positions at which a checkpoint is taken. cached: tokens reused at its first admission.
-    survivals: of the drafts of its last rounds that the host has read, newest first. matcher: of
-    its grammar, at `count` tokens.
+    blocks in the prefix tree. planned: output tokens that planned steps give at least. quiet: 1
+    once nobody looks at its tokens before it ends. cuts: positions at which a checkpoint is taken.
+    cached: tokens reused at its first admission. survivals: of the drafts of its last rounds that
+    the host has read, newest first. matcher: of its grammar, at `count` tokens. numbers: its row of
+    `numbers.SlotNumbers`, in which the attributes of one column lie.
     """
 
     number: int
@@ -46,7 +59,6 @@ class Sequence:
     params: SamplingParams
     prompt_len: int
     ids: np.ndarray
-    count: int
     room: int
     seed: int
     root: bytes
@@ -57,20 +69,28 @@ class Sequence:
     images: tuple[PromptImage, ...] = ()
     phase: Phase = Phase.WAITING
     slot: int = 0
-    generation: int = 0
     blocks: list[int] = field(default_factory=list)
-    capacity: int = 0
     reused: int = 0
     first: int = 0
-    computed: int = 0
-    written: int = 0
-    published: int = 0
-    planned: int = 0
     cuts: tuple[int, ...] = ()
     cached: int | None = None
     preemptions: int = 0
     survivals: tuple[np.ndarray, ...] = ()
     matcher: Matcher | None = None
+    numbers: np.ndarray = field(default_factory=empty_numbers, init=False, repr=False)
+
+    count = Number(COUNT)
+    computed = Number(COMPUTED)
+    planned = Number(PLANNED)
+    capacity = Number(CAPACITY)
+    written = Number(WRITTEN)
+    published = Number(PUBLISHED)
+    generation = Number(GENERATION)
+    quiet = Number(QUIET)
+
+    def __post_init__(self) -> None:
+        """Holds its prompt."""
+        self.count = self.prompt_len
 
     @property
     def produced(self) -> int:
@@ -102,6 +122,11 @@ class Sequence:
         return is_ready or parent.phase in (Phase.WAITING, Phase.PREFILL)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether it is the child whose prompt rows are scored, if the request wants scores."""
+        return self.params.prompt_logprobs is not None and self.child == 0
+
+    @property
     def has_edits(self) -> bool:
         """Whether the sampler needs the sequence's token counts, biases or token set."""
         params = self.params
@@ -116,6 +141,10 @@ class Sequence:
 
     def append(self, tokens: Items[int]) -> None:
         """Adds committed tokens."""
-        for token in tokens:  # few: a slice assignment costs more
-            self.ids[self.count] = token
-            self.count += 1
+        self.ids[self.count : self.count + len(tokens)] = tokens
+        self.count += len(tokens)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The committed output tokens."""
+        return self.ids[self.prompt_len : self.count].tolist()

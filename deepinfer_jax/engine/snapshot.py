@@ -35,7 +35,7 @@ def pack_request(request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "ids": list(request.prompt),
-        "output": first.ids[first.prompt_len : first.count].tolist() if alone else [],
+        "output": first.output_ids if alone else [],
         "params": fields | {"seed": request.seed},
         "seed": request.seed,
         "images": [pack_image(one) for one in first.images],

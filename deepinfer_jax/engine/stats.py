@@ -3,7 +3,6 @@
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from deepinfer_jax.cache.block_cache import CacheStats
 from deepinfer_jax.engine.constraints import GrammarStats
 from deepinfer_jax.engine.expert_load import ExpertStats
-from deepinfer_jax.engine.results import RoundResult
+from deepinfer_jax.engine.results import RoundResults
 from deepinfer_jax.engine.scheduler import Scheduler
 
 #: First drafts that are verified before their rejection is worth a warning.
@@ -28,18 +27,15 @@ class DraftCounts:
         self.accepted = np.zeros(size, np.int64)
         self._is_told = False
 
-    def add(self, rounds: Items[RoundResult]) -> None:
-        """Counts rounds; warns once if no draft is ever accepted."""
-        live = [one for one in rounds if one.tokens]
-        self.rounds += len(live)
-        if not len(self.verified) or not live:
+    def add(self, rounds: RoundResults, count: int) -> None:
+        """Counts the first `count` results; warns once if no draft is ever accepted."""
+        emitted = rounds.count[:count]
+        self.rounds += int(np.count_nonzero(emitted))
+        if not len(self.verified):
             return
         place = np.arange(1, len(self.verified) + 1)[:, None]
-        emitted, verified, accepted = np.array(
-            [(len(one.tokens), one.verified, one.accepted) for one in live]
-        ).T
-        self.verified += (np.minimum(verified, emitted) >= place).sum(axis=1)
-        self.accepted += (np.minimum(accepted, emitted) >= place).sum(axis=1)
+        self.verified += (np.minimum(rounds.verified[:count], emitted) >= place).sum(axis=1)
+        self.accepted += (np.minimum(rounds.accepted[:count], emitted) >= place).sum(axis=1)
         if self.verified[0] >= _ENOUGH and not self.accepted[0] and not self._is_told:
             self._is_told = True
             warnings.warn(

@@ -83,7 +83,7 @@ def force_drafts(engine: Engine, guess: Guess, confidence: float = 1.0) -> None:
         return dispatch(plan, *now, **options)
 
     def told(plan):
-        for sequence, _ in plan.emits[: len(plan.spans)]:
+        for sequence in plan.emits[: len(plan.spans)]:
             if sequence.matcher is not None:
                 drafts, first = known[sequence], sequence.produced
                 after = [*drafts[first : first + DRAFTS], *[0] * DRAFTS]

@@ -13,7 +13,7 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax.engine.engine import Engine
-from deepinfer_jax.engine.results import RoundResult
+from deepinfer_jax.engine.results import RoundResults
 from deepinfer_jax.engine.slots import RUNNING
 from deepinfer_jax.engine.stats import DraftCounts
 from tests.e2e.forced import DRAFTS, drafting, force_drafts
@@ -251,37 +251,42 @@ def test_drafting_needs_stages():
         Engine(bare, replace(BASE, drafting=None)).submit(PROMPT, replace(LONG, max_draft=1))
 
 
-def rejected(verified: int) -> RoundResult:
-    """Returns a round that emitted one token and verified so many drafts in vain."""
-    return RoundResult(
-        generation=1,
-        first=0,
-        code=RUNNING,
-        status=0,
+def results(*rounds: tuple[int, int, int]) -> RoundResults:
+    """Returns results of rounds of (tokens that it emitted, drafts verified, drafts accepted)."""
+    count, verified, accepted = np.asarray(rounds, np.int32).T
+    same = np.zeros_like(count)
+    return RoundResults(
+        generation=same + 1,
+        first=same,
+        count=count,
+        code=same + RUNNING,
+        status=same,
         verified=verified,
-        accepted=0,
-        rows=1 + verified,
-        tokens=[5],
-        kept=[5],
-        survival=np.zeros(DRAFTS, np.float32),
+        accepted=accepted,
+        tokens=np.full((len(count), DRAFTS + 1), 5, np.int32),
+        kept=count,
+        survivals=np.zeros((len(count), DRAFTS), np.float32),
     )
+
+
+REJECTED, NOT_VERIFIED, ENDED, A_PROMPT = (1, 2, 0), (1, 0, 0), (0, 0, 0), (1, 5, 5)
 
 
 def test_drafts_that_never_help_are_worth_one_warning():
     counts = DraftCounts(DRAFTS)
     for _ in range(99):
-        counts.add([rejected(2)] * 10 + [rejected(0)])
+        counts.add(results(*[REJECTED] * 10, NOT_VERIFIED, ENDED, A_PROMPT), 12)
     with pytest.warns(UserWarning, match="none of 1000 first drafts was accepted.*drafting=False"):
-        counts.add([rejected(2)] * 10)
-    counts.add([rejected(2)] * 1000)
+        counts.add(results(*[REJECTED] * 10), 10)
+    counts.add(results(*[REJECTED] * 1000), 1000)
     assert counts.verified.tolist() == [2000, 0, 0, 0, 0]  # a second one was never looked at
     assert counts.rounds == 2099
 
 
 def test_drafts_that_help_once_are_not():
     counts = DraftCounts(DRAFTS)
-    counts.add([rejected(2)._replace(accepted=1, tokens=[5, 6])])
+    counts.add(results((2, 2, 1)), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        counts.add([rejected(1)] * 5000)
+        counts.add(results(*[(1, 1, 0)] * 5000), 5000)
     assert (counts.verified[0], counts.accepted[0]) == (5001, 1)

@@ -7,6 +7,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.completion import CompletionBuilder
 from deepinfer_jax.engine.draft_policy import DraftPolicy, assumed_cost, draft_policy
 from deepinfer_jax.engine.layout import PlanLayout
+from deepinfer_jax.engine.runners import runners_of
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.sampling.params import SamplingParams
@@ -27,13 +28,13 @@ def sequence(*survivals, room=50, produced=10, **params) -> Sequence:
         params=params,
         prompt_len=4,
         ids=np.zeros(4 + room, np.int32),
-        count=4 + produced,
         room=room,
         seed=0,
         root=b"",
         output=CompletionBuilder(0, params, None),
         submitted=0.0,
     )
+    one.count, one.phase = 4 + produced, Phase.RUNNING
     one.survivals, one.planned = survivals, produced + 1  # the plan in the making included
     return one
 
@@ -45,11 +46,17 @@ def scheduled(**options) -> DraftPolicy:
     )
 
 
+def spans_of(policy: DraftPolicy, sequences: list[Sequence]) -> list[int]:
+    """Returns the rows that a round of each may have."""
+    counts = np.asarray([one.count for one in sequences], np.int64)
+    return (1 + runners_of(sequences, policy).drafts(counts)).tolist()
+
+
 def totals(policy: DraftPolicy, *steps: list[Sequence]) -> list[tuple[int, bool]]:
     """Returns (rows beside the anchors, whether drafts are made) of steps one after the other."""
     found = []
     for sequences in steps:
-        spans = [1 + policy.drafts_of(one) for one in sequences]
+        spans = spans_of(policy, sequences)
         total, makes = policy.rows(sequences, spans)
         found.append((total - len(sequences), makes))
     return found
@@ -70,7 +77,7 @@ def totals(policy: DraftPolicy, *steps: list[Sequence]) -> list[tuple[int, bool]
     ],
 )
 def test_drafts_of_a_sequence(most, fields, wanted):
-    assert DraftPolicy(size=SIZE, most=most).drafts_of(sequence(**fields)) == wanted
+    assert spans_of(DraftPolicy(size=SIZE, most=most), [sequence(**fields)]) == [1 + wanted]
 
 
 def test_a_fixed_length_takes_all_rows():
@@ -109,7 +116,7 @@ def test_a_schedule_pauses_while_prompts_wait_for_its_rows():
     policy = scheduled(budget=64)
     policy.rows([], [])
     running, prompt = [sequence(GOOD) for _ in range(2)], sequence()
-    spans = [1 + policy.drafts_of(one) for one in running]
+    spans = spans_of(policy, running)
 
     def expect(computed: int, waiting: int) -> None:
         prompt.phase, prompt.count, prompt.computed = Phase.PREFILL, 100, computed

@@ -52,13 +52,13 @@ def admission(**fields) -> dict[str, int | float | list[int]]:
         params=params,
         prompt_len=5,
         ids=np.arange(10, 20, dtype=np.int32),
-        count=6,
         room=4,
         seed=fields.get("seed", 0),
         root=b"",
         output=CompletionBuilder(0, params, None),
         submitted=0.0,
     )
+    sequence.append([15])
     sequence.slot, sequence.generation = 2, 9
     sequence.first = sequence.reused = 2
     entry = np.zeros(LAYOUT.admit_width, np.int32)
