@@ -39,6 +39,7 @@ from deepinfer_jax.engine.program import StepResult
 from deepinfer_jax.engine.rows import TILE
 from deepinfer_jax.engine.sequence import Sequence
 from deepinfer_jax.engine.slots import (
+    ENDED,
     SlotState,
     admit,
     advance,
@@ -251,7 +252,7 @@ class AscendDevice:
                 live = bool(is_live[place])
                 values = dict.fromkeys(RESULT, 0)
                 values |= {"slot": slot[place], "generation": generation[place], "first": number}
-                values |= {"count": live, "code": code[place] if live else -1}
+                values |= {"count": live, "code": code[place] if live else ENDED}
                 values |= {"status": status[place] if live else 0}
                 rounds[number] = [*values.values(), token[place] if live else -1]
         if not told:

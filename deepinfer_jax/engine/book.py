@@ -75,12 +75,12 @@ class RequestBook:
         if not request.first_token:
             request.first_token = now
         count = sequence.params.logprobs
-        if sequence.quiet:
+        if sequence.is_quiet:
             output.tokens, tokens = sequence.output_ids, len(found.kept)
         elif count is None and step.hashes is None:
             tokens = output.extend(found.kept)
             has_reader = sequence.matcher is not None or output.detokenizer is not None
-            sequence.quiet = int(request.sink is None and not has_reader)
+            sequence.is_quiet = request.sink is None and not has_reader
         else:
             tokens = push_told(output, found, step, count)
         if output.finish_reason is not None:
@@ -102,7 +102,7 @@ class RequestBook:
         if sequence.phase is Phase.DONE:
             return
         self._has_ended = True
-        if sequence.quiet:
+        if sequence.is_quiet:
             sequence.output.tokens = sequence.output_ids
         self._scheduler.end(sequence)
         if sequence.output.finish_reason is None:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.engine.layout import PlanParts, header_word
 from deepinfer_jax.engine.rows import SMALL_TABLE, TILE, Emitters, by_tiles
-from deepinfer_jax.engine.slots import RUNNING, DraftState, SlotState, advance, row_edits
+from deepinfer_jax.engine.slots import ENDED, RUNNING, DraftState, SlotState, advance, row_edits
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.registry import AnyParams
 from deepinfer_jax.model.step import Plan
@@ -350,7 +350,7 @@ def _emit(
     accepted = goes_on.sum(axis=1, dtype=jnp.int32)
     tokens, status = chosen.token[row], chosen.status[row]
     count = jnp.zeros_like(accepted)
-    last_code = jnp.where(emitters.is_live, RUNNING, -1)
+    last_code = jnp.where(emitters.is_live, RUNNING, ENDED)
     last_status = jnp.zeros_like(accepted)
     for step in range(width):
         is_real = emitters.is_live & (step <= accepted) & (last_code == RUNNING)

@@ -1,60 +1,59 @@
-"""What a step's results change in its sequences, all of them at once."""
+"""What a step's results change in its sequences. Kept lean: it runs once a token."""
 
 from typing import NamedTuple
 
-import numpy as np
-
-from deepinfer_jax.engine.numbers import COMPUTED, COUNT, PLANNED, PUBLISHED, WRITTEN
 from deepinfer_jax.engine.plan import StepPlan
 from deepinfer_jax.engine.results import RoundResults
+from deepinfer_jax.engine.sequence import Sequence
+from deepinfer_jax.engine.slots import RUNNING
 
 
 class Taken(NamedTuple):
-    """Emitters that took their results.
+    """What taking a step's results leaves to do.
 
-    places [n]: in `StepPlan.emits`. quiet [n]: whether nobody looks at its tokens before it ends.
+    told: places in `StepPlan.emits` of those whose tokens somebody looks at now. full: sequences
+    that have filled a block. tokens: output tokens of those that nobody looks at yet.
     """
 
-    places: np.ndarray
-    quiet: np.ndarray
+    told: list[int]
+    full: list[Sequence]
+    tokens: int
 
 
-def append_tokens(
-    table: np.ndarray, plan: StepPlan, results: RoundResults, places: np.ndarray
-) -> None:
-    """Gives the emitters at `places` their tokens.
+def take_results(plan: StepPlan, results: RoundResults, block_tokens: int) -> Taken:
+    """Gives sequences their tokens, and counts the rows that their rounds have written.
 
-    table: `numbers.SlotNumbers.table`.
+    Sequences that have ended or been preempted since the step was planned get nothing.
+
+    Args:
+        plan: of the step.
+        results: of `plan.emits`, in order.
+        block_tokens: of a block.
     """
-    at = np.asarray(plan.slots, np.int64)[places]
-    starts, kept, tokens = table[at, COUNT], results.kept[places], results.tokens[places]
-    found = zip(places.tolist(), starts.tolist(), kept.tolist(), tokens.tolist(), strict=True)
-    for place, start, count, ids in found:
-        if count == 1:  # for one a slice costs more
-            plan.emits[place].ids[start] = ids[0]
+    told, full, tokens, rounds = [], [], 0, len(plan.spans)
+    assert results.generation == plan.generations, "these are not the results of this plan"
+    columns = (plan.emits, plan.generations, results.code, results.count, results.tokens)
+    for place, (sequence, generation, code, emitted, ids) in enumerate(zip(*columns, strict=True)):
+        if sequence.generation != generation:
+            continue
+        if emitted == 1 and code == RUNNING:  # for one a slice costs more
+            sequence.ids[sequence.count] = ids[0]
+            sequence.count += 1
         else:
-            plan.emits[place].ids[start : start + count] = ids[:count]
-    table[at, COUNT] += kept
-    table[at, PLANNED] += kept - 1
-    if results.survivals is not None:
-        for place in places.tolist():
-            one = plan.emits[place]
-            new = (results.survivals[place], *one.survivals[:1])
-            one.survivals = new if plan.makes_drafts else ()
-
-
-def advance_rounds(
-    table: np.ndarray,
-    plan: StepPlan,
-    results: RoundResults,
-    places: np.ndarray,
-    block_tokens: int,
-) -> np.ndarray:
-    """Counts the rows that the rounds at `places` have written.
-
-    table: `numbers.SlotNumbers.table`. Returns the places of those that filled a block.
-    """
-    at, emitted = np.asarray(plan.slots, np.int64)[places], results.count[places]
-    table[at, COMPUTED] -= np.asarray(plan.spans, np.int64)[places] - emitted
-    table[at, WRITTEN] += emitted
-    return places[table[at, WRITTEN] // block_tokens > table[at, PUBLISHED]]
+            kept = results.kept(place)
+            sequence.append(kept)
+            sequence.planned += len(kept) - 1
+        if sequence.is_quiet and code == RUNNING:
+            tokens += emitted
+        else:
+            told.append(place)
+        if results.survivals is not None:
+            new = (results.survivals[place], *sequence.survivals[:1])
+            sequence.survivals = new if plan.makes_drafts else ()
+        if place < rounds:
+            if emitted < plan.spans[place]:
+                sequence.computed -= plan.spans[place] - emitted
+            sequence.written += emitted
+            if sequence.written >= (sequence.published + 1) * block_tokens:
+                full.append(sequence)
+    return Taken(told, full, tokens)

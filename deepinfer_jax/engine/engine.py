@@ -290,9 +290,8 @@ class Engine:
                 if sequence.generation == chunk.generation:
                     block = sequence.blocks[chunk.stop // self.runtime.block_tokens - 1]
                     self.scheduler.cache.attach(block, leaves)
-            self.counters["tokens"] += tell(
-                self._book, self._constraints, plan, taken, found, result, now
-            )
+            told = tell(self._book, self._constraints, plan, taken.told, found, result, now)
+            self.counters["tokens"] += taken.tokens + told
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 is_last = chunk.stop == sequence.prompt_len

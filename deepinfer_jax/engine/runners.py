@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import compress
-
-import numpy as np
 
 from deepinfer_jax.engine.draft_policy import DraftPolicy
 from deepinfer_jax.engine.sequence import Phase, Sequence
@@ -14,45 +11,47 @@ from deepinfer_jax.engine.sequence import Phase, Sequence
 class Runners:
     """Running sequences by rank, with columns [n].
 
-    slots, room: theirs. start: tokens of the prompt. limits: drafts of a round at most.
+    slots, generations: theirs. limits: drafts of a round at most, whatever room is left.
     wants_logprobs, has_grammar: whether.
     """
 
     sequences: list[Sequence]
-    slots: np.ndarray
-    start: np.ndarray
-    room: np.ndarray
-    limits: np.ndarray
-    wants_logprobs: np.ndarray
-    has_grammar: np.ndarray
+    slots: list[int]
+    generations: list[int]
+    limits: list[int]
+    wants_logprobs: list[bool]
+    has_grammar: list[bool]
 
-    def some(self, chosen: np.ndarray) -> "Runners":
-        """Returns those that are True in chosen [n]."""
+    def without(self, places: Items[int]) -> "Runners":
+        """Returns the others than those at `places`."""
+        left = [place for place in range(len(self.slots)) if place not in set(places)]
         return Runners(
-            sequences=list(compress(self.sequences, chosen.tolist())),
-            slots=self.slots[chosen],
-            start=self.start[chosen],
-            room=self.room[chosen],
-            limits=self.limits[chosen],
-            wants_logprobs=self.wants_logprobs[chosen],
-            has_grammar=self.has_grammar[chosen],
+            sequences=[self.sequences[place] for place in left],
+            slots=[self.slots[place] for place in left],
+            generations=[self.generations[place] for place in left],
+            limits=[self.limits[place] for place in left],
+            wants_logprobs=[self.wants_logprobs[place] for place in left],
+            has_grammar=[self.has_grammar[place] for place in left],
         )
 
-    def drafts(self, counts: np.ndarray) -> np.ndarray:
-        """Returns how many drafts of each the next round may verify, at counts [n] tokens."""
-        return np.clip(self.start + self.room - counts - 1, 0, self.limits)
+    def spans(self) -> list[int]:
+        """Returns the rows that the next round of each may have."""
+        if not any(self.limits):
+            return [1] * len(self.limits)
+        return [
+            1 + max(0, min(limit, one.longest - one.count - 1))
+            for one, limit in zip(self.sequences, self.limits, strict=True)
+        ]
 
 
 def runners_of(active: Items[Sequence], policy: DraftPolicy) -> Runners:
     """Returns those of the active sequences, by rank, that decode."""
     found = [one for one in active if one.phase is Phase.RUNNING]
-    params = [one.params for one in found]
     return Runners(
         sequences=found,
-        slots=np.asarray([one.slot for one in found], np.int64),
-        start=np.asarray([one.prompt_len for one in found], np.int64),
-        room=np.asarray([one.room for one in found], np.int64),
-        limits=np.asarray([policy.limit(one) for one in params], np.int64),
-        wants_logprobs=np.asarray([one.logprobs is not None for one in params], bool),
-        has_grammar=np.asarray([one.matcher is not None for one in found], bool),
+        slots=[one.slot for one in found],
+        generations=[one.generation for one in found],
+        limits=[policy.limit(one.params) for one in found],
+        wants_logprobs=[one.params.logprobs is not None for one in found],
+        has_grammar=[one.matcher is not None for one in found],
     )

@@ -10,24 +10,13 @@ later, so that the first always finishes.
 from bisect import insort
 from collections import Counter
 
-import numpy as np
-
 from deepinfer_jax.cache.block_cache import BlockCache
 from deepinfer_jax.cache.capacity import admissible, blocks_for
 from deepinfer_jax.cache.hit import Miss, checkpoint_positions, usable_hit
-from deepinfer_jax.engine.commit import Taken, advance_rounds, append_tokens
+from deepinfer_jax.engine.commit import Taken, take_results
 from deepinfer_jax.engine.draft_policy import DraftPolicy
 from deepinfer_jax.engine.images import ImagePool, cuts_beside_images, image_chunk
 from deepinfer_jax.engine.layout import PlanVectors
-from deepinfer_jax.engine.numbers import (
-    CAPACITY,
-    COMPUTED,
-    COUNT,
-    GENERATION,
-    PLANNED,
-    QUIET,
-    SlotNumbers,
-)
 from deepinfer_jax.engine.packing import pack_plan
 from deepinfer_jax.engine.plan import Chunk, Limits, StepPlan
 from deepinfer_jax.engine.results import RoundResults
@@ -50,7 +39,6 @@ class Scheduler:
         self.images = ImagePool(limits.layouts[-1].image_rows)
         self.counters: Counter[str] = Counter()
         self._vectors = PlanVectors(limits.depth + 2)
-        self._numbers = SlotNumbers(limits.layouts[-1].slots)
         self._runners: Runners | None = None  # None: no longer those that decode
         self._generation = 0
         self._deltas: list[tuple[int, int, int]] = []
@@ -80,11 +68,11 @@ class Scheduler:
         self.active.remove(sequence)
         self._runners = None
         self.cache.release(sequence.blocks)
-        slot = self._numbers.move_out(sequence)
+        slot = sequence.slot
         self.free_slots.append(slot)
         self._deltas = [entry for entry in self._deltas if entry[0] != slot]
         sequence.blocks = []
-        sequence.generation = 0
+        sequence.slot = sequence.generation = 0
         sequence.computed = sequence.written = sequence.published = 0
         sequence.survivals = ()
         sequence.planned = sequence.produced
@@ -118,37 +106,32 @@ class Scheduler:
         return plan
 
     def _decode(self, plan: StepPlan) -> None:
-        """Plans a round of every running sequence, by rank. Kept lean: it runs at every step."""
+        """Plans a round of every running sequence, by rank. Kept lean: it runs once a token."""
         runners = self._runners = self._runners or runners_of(self.active, self.policy)
-        table = self._numbers.table
-        numbers = table[runners.slots]
-        goes_on = numbers[:, PLANNED] < runners.room
-        if not goes_on.all():
-            runners, numbers = runners.some(goes_on), numbers[goes_on]
-        spans = 1 + runners.drafts(numbers[:, COUNT])
-        last = numbers[:, COMPUTED] + spans
-        short = last > numbers[:, CAPACITY]
-        if short.any():
-            stays = self._lengthen(runners, last, np.flatnonzero(short).tolist())
-            if not stays.all():
-                runners, numbers, spans = runners.some(stays), numbers[stays], spans[stays]
-        table[runners.slots, COMPUTED] += spans
-        table[runners.slots, PLANNED] += 1
+        idle, spans = [], runners.spans()
+        for place, sequence in enumerate(runners.sequences):
+            last = sequence.computed + spans[place]
+            goes_on = sequence.planned < sequence.room and sequence.slot  # 0: given up just now
+            if goes_on and (last <= sequence.capacity or self._lengthen(sequence, last)):
+                sequence.computed = last
+                sequence.planned += 1
+            else:
+                idle.append(place)
+        if idle:
+            runners = runners.without(idle)
+            spans = [span for place, span in enumerate(spans) if place not in set(idle)]
         plan.emits += runners.sequences
-        plan.slots += runners.slots.tolist()
-        plan.generations += numbers[:, GENERATION].tolist()
-        plan.spans += spans.tolist()
-        plan.wants_logprobs = bool(runners.wants_logprobs.any())
-        plan.is_constrained = bool(runners.has_grammar.any())
-        plan.verify_rows, plan.makes_drafts = self.policy.rows(runners.sequences, plan.spans)
+        plan.slots += runners.slots
+        plan.generations += runners.generations
+        plan.spans += spans
+        plan.wants_logprobs = any(runners.wants_logprobs)
+        plan.is_constrained = any(runners.has_grammar)
+        plan.verify_rows, plan.makes_drafts = self.policy.rows(plan.emits, spans)
 
-    def _lengthen(self, runners: Runners, last: np.ndarray, places: list[int]) -> np.ndarray:
-        """Gives the runners at `places` blocks for `last` tokens; returns who still runs."""
-        for place in places:
-            sequence = runners.sequences[place]
-            if sequence.phase is Phase.RUNNING:  # not given up for one before it
-                self._grow(sequence, min(int(last[place]), sequence.longest))
-        return np.asarray([one.phase is Phase.RUNNING for one in runners.sequences])
+    def _lengthen(self, sequence: Sequence, last: int) -> bool:
+        """Gives a sequence blocks for its round, or takes its own away; returns whether it runs."""
+        self._grow(sequence, min(last, sequence.longest))
+        return sequence.slot > 0
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Gives the sequence blocks for so many tokens, taking them from the last rank if need be.
@@ -268,7 +251,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         insort(self.active, sequence, key=lambda s: s.rank)
         sequence.phase = Phase.PREFILL
-        self._numbers.move_in(sequence, self.free_slots.pop())
+        sequence.slot = self.free_slots.pop()
         sequence.generation = self._generation
         sequence.blocks = blocks
         sequence.capacity = len(blocks) * self.cache.block_tokens
@@ -314,21 +297,16 @@ class Scheduler:
 
         results: of `plan.emits`, in order. seconds: of the step, from when the device was free for
         it. Publishes blocks that are full; before anything ends, since rows of a sequence that ends
-        here are worth keeping too. Returns the places of emitters that have not ended or been
-        preempted since the step was planned, and whether nobody looks at the tokens of each yet.
+        here are worth keeping too.
         """
         rounds = len(plan.spans)
-        rows = plan.prompt_rows + int(results.rows[:rounds].sum())
-        table, slots = self._numbers.table, np.asarray(plan.slots, np.int64)
-        is_there = table[slots, GENERATION] == plan.generations
+        rows = plan.prompt_rows + results.rows(rounds)
         if rounds and self.policy.corrections is not None:
-            context = float((table[slots, COMPUTED] * is_there)[:rounds].mean())
+            context = sum(sequence.computed for sequence in plan.emits[:rounds]) / rounds
             self.policy.observe(rows, rounds, context, seconds, made_drafts=plan.makes_drafts)
-        there = np.flatnonzero(is_there)
-        append_tokens(table, plan, results, there)
-        size = self.cache.block_tokens
-        for place in advance_rounds(table, plan, results, there[there < rounds], size).tolist():
-            self._publish(plan.emits[place])
+        taken = take_results(plan, results, self.cache.block_tokens)
+        for sequence in taken.full:
+            self._publish(sequence)
         for chunk in plan.chunks:
             if chunk.sequence.generation == chunk.generation:
                 chunk.sequence.written = max(chunk.sequence.written, chunk.stop)
@@ -336,7 +314,7 @@ class Scheduler:
         step = self.limits.row_step
         self.counters["rows"] += rows
         self.counters["tile_rows"] += -(-rows // step) * step  # computed at level "batch"
-        return Taken(there, table[slots[there], QUIET] > 0)
+        return taken
 
     def _publish(self, sequence: Sequence) -> None:
         """Shares the blocks of a sequence that are full by now."""

@@ -8,18 +8,6 @@ import numpy as np
 
 from deepinfer_jax.cache.keys import ImageSpan
 from deepinfer_jax.engine.completion import CompletionBuilder
-from deepinfer_jax.engine.numbers import (
-    CAPACITY,
-    COMPUTED,
-    COUNT,
-    GENERATION,
-    PLANNED,
-    PUBLISHED,
-    QUIET,
-    WRITTEN,
-    Number,
-    empty_numbers,
-)
 from deepinfer_jax.engine.prompt import PromptImage
 from deepinfer_jax.grammar.matcher import Matcher
 from deepinfer_jax.sampling.params import SamplingParams
@@ -47,11 +35,10 @@ class Sequence:
     slot, generation: 0 while it has no slot. blocks: its cache blocks in order, for `capacity`
     tokens. reused: tokens whose rows it found in the cache. first: first row it runs. computed:
     rows planned so far, drafts taken as accepted. written: rows whose step was read. published:
-    blocks in the prefix tree. planned: output tokens that planned steps give at least. quiet: 1
-    once nobody looks at its tokens before it ends. cuts: positions at which a checkpoint is taken.
+    blocks in the prefix tree. planned: output tokens that planned steps give at least. is_quiet:
+    nobody looks at its tokens before it ends. cuts: positions at which a checkpoint is taken.
     cached: tokens reused at its first admission. survivals: of the drafts of its last rounds that
-    the host has read, newest first. matcher: of its grammar, at `count` tokens. numbers: its row of
-    `numbers.SlotNumbers`, in which the attributes of one column lie.
+    the host has read, newest first. matcher: of its grammar, at `count` tokens.
     """
 
     number: int
@@ -77,16 +64,14 @@ class Sequence:
     preemptions: int = 0
     survivals: tuple[np.ndarray, ...] = ()
     matcher: Matcher | None = None
-    numbers: np.ndarray = field(default_factory=empty_numbers, init=False, repr=False)
-
-    count = Number(COUNT)
-    computed = Number(COMPUTED)
-    planned = Number(PLANNED)
-    capacity = Number(CAPACITY)
-    written = Number(WRITTEN)
-    published = Number(PUBLISHED)
-    generation = Number(GENERATION)
-    quiet = Number(QUIET)
+    is_quiet: bool = False
+    count: int = field(init=False)
+    generation: int = 0
+    capacity: int = 0
+    computed: int = 0
+    written: int = 0
+    published: int = 0
+    planned: int = 0
 
     def __post_init__(self) -> None:
         """Holds its prompt."""

@@ -246,8 +246,9 @@ def advance(
     return slots, code
 
 
-#: Stop codes of a result row.
+#: Stop codes of a result row. ENDED: its sequence had ended before the step.
 RUNNING, AT_STOP, AT_LENGTH, FAILED = range(4)
+ENDED = -1
 
 
 def null_marks(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -29,13 +29,14 @@ class DraftCounts:
 
     def add(self, rounds: RoundResults, count: int) -> None:
         """Counts the first `count` results; warns once if no draft is ever accepted."""
-        emitted = rounds.count[:count]
-        self.rounds += int(np.count_nonzero(emitted))
+        self.rounds += count - rounds.count[:count].count(0)
         if not len(self.verified):
             return
         place = np.arange(1, len(self.verified) + 1)[:, None]
-        self.verified += (np.minimum(rounds.verified[:count], emitted) >= place).sum(axis=1)
-        self.accepted += (np.minimum(rounds.accepted[:count], emitted) >= place).sum(axis=1)
+        columns = (rounds.count, rounds.verified, rounds.accepted)
+        emitted, verified, accepted = np.asarray([column[:count] for column in columns], np.int64)
+        self.verified += (np.minimum(verified, emitted) >= place).sum(axis=1)
+        self.accepted += (np.minimum(accepted, emitted) >= place).sum(axis=1)
         if self.verified[0] >= _ENOUGH and not self.accepted[0] and not self._is_told:
             self._is_told = True
             warnings.warn(

@@ -253,19 +253,18 @@ def test_drafting_needs_stages():
 
 def results(*rounds: tuple[int, int, int]) -> RoundResults:
     """Returns results of rounds of (tokens that it emitted, drafts verified, drafts accepted)."""
-    count, verified, accepted = np.asarray(rounds, np.int32).T
-    same = np.zeros_like(count)
+    count, verified, accepted = map(list, zip(*rounds, strict=True))
+    some = len(rounds)
     return RoundResults(
-        generation=same + 1,
-        first=same,
+        generation=[1] * some,
+        first=[0] * some,
         count=count,
-        code=same + RUNNING,
-        status=same,
+        code=[RUNNING] * some,
+        status=[0] * some,
         verified=verified,
         accepted=accepted,
-        tokens=np.full((len(count), DRAFTS + 1), 5, np.int32),
-        kept=count,
-        survivals=np.zeros((len(count), DRAFTS), np.float32),
+        tokens=[[5] * (DRAFTS + 1)] * some,
+        survivals=np.zeros((some, DRAFTS), np.float32),
     )
 
 

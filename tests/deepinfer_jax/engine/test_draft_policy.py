@@ -48,8 +48,7 @@ def scheduled(**options) -> DraftPolicy:
 
 def spans_of(policy: DraftPolicy, sequences: list[Sequence]) -> list[int]:
     """Returns the rows that a round of each may have."""
-    counts = np.asarray([one.count for one in sequences], np.int64)
-    return (1 + runners_of(sequences, policy).drafts(counts)).tolist()
+    return runners_of(sequences, policy).spans()
 
 
 def totals(policy: DraftPolicy, *steps: list[Sequence]) -> list[tuple[int, bool]]:
