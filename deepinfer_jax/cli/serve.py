@@ -129,8 +129,10 @@ def serve(
     from deepinfer_jax.cli.generate import load_with_bar, note_embedded
     from deepinfer_jax.llm import LLM
     from deepinfer_jax.serve.config import ServerConfig
+    from deepinfer_jax.serve.memory import share_arenas
     from deepinfer_jax.serve.server import serve as run
 
+    share_arenas()
     config = ServerConfig(
         host=host,
         port=port,

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,7 @@ from deepinfer_jax.async_llm import AsyncLLM
 from deepinfer_jax.errors import ConfigError, DeepInferError
 from deepinfer_jax.serve.app import make_app
 from deepinfer_jax.serve.config import ServerConfig
+from deepinfer_jax.serve.memory import keep_what_is_there
 from deepinfer_jax.serve.service import Service
 
 #: Seconds for the headers of a request, from its first byte or from the connection on.
@@ -113,23 +113,11 @@ class Server(uvicorn.Server):
             self._note("compiling what the engine can need")
             await self.service.warm_up()
             if self._is_alone:
-                _keep_what_is_there()
+                keep_what_is_there()
             self._note(f"ready at {self.url} as {', '.join(self.service.names)}")
         except Exception as error:  # `serve` raises it
             self.error = error
             self.should_exit = True
-
-
-def _keep_what_is_there() -> None:
-    """Takes all objects there are out of the garbage collector's care.
-
-    A full collection is due when objects have come that are a quarter of those it went through
-    last. Behind a million of traces and modules that is minutes of requests, whose circles grow
-    the process meanwhile, and the collection then stops every stream for a second.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # the quarter is of what it goes through now
 
 
 class _Protocol(H11Protocol):
