@@ -30,7 +30,8 @@ def take_results(plan: StepPlan, results: RoundResults, block_tokens: int) -> Ta
         results: of `plan.emits`, in order.
         block_tokens: of a block.
     """
-    told, full, tokens, rounds = [], [], 0, len(plan.spans)
+    told, full, tokens = [], [], 0
+    spans, survivals, rounds = plan.spans, results.survivals, len(plan.spans)
     assert results.generation == plan.generations, "these are not the results of this plan"
     columns = (plan.emits, plan.generations, results.code, results.count, results.tokens)
     for place, (sequence, generation, code, emitted, ids) in enumerate(zip(*columns, strict=True)):
@@ -47,12 +48,12 @@ def take_results(plan: StepPlan, results: RoundResults, block_tokens: int) -> Ta
             tokens += emitted
         else:
             told.append(place)
-        if results.survivals is not None:
-            new = (results.survivals[place], *sequence.survivals[:1])
+        if survivals is not None:
+            new = (survivals[place], *sequence.survivals[:1])
             sequence.survivals = new if plan.makes_drafts else ()
         if place < rounds:
-            if emitted < plan.spans[place]:
-                sequence.computed -= plan.spans[place] - emitted
+            if emitted < spans[place]:
+                sequence.computed -= spans[place] - emitted
             sequence.written += emitted
             if sequence.written >= (sequence.published + 1) * block_tokens:
                 full.append(sequence)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.layout import PlanLayout
+from deepinfer_jax.engine.layout import ANY_DRAFTS, PlanLayout
 from deepinfer_jax.engine.sequence import Phase, Sequence
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.sampling.params import SamplingParams
@@ -52,7 +52,7 @@ class DraftPolicy:
 
     size: int
     most: int
-    threshold: float = 0.0
+    threshold: int = ANY_DRAFTS
     corrections: Corrections | None = None
     budget: int = 0
     exact_only: bool = True
@@ -203,7 +203,8 @@ def draft_policy(
         return DraftPolicy(size=size, most=runtime.draft_length)
     if runtime.draft_policy == "threshold":
         assert runtime.draft_threshold is not None
-        return DraftPolicy(size=size, most=size, threshold=runtime.draft_threshold)
+        bits = int(np.float32(runtime.draft_threshold).view(np.int32))
+        return DraftPolicy(size=size, most=size, threshold=bits)
     execution = config.execution
     return DraftPolicy(
         size=size,

@@ -41,11 +41,11 @@ def pack_plan(
         plan.wants_logprobs,
         plan.scores_prompt,
         policy.most,
-        np.float32(policy.threshold).view(np.int32),
+        policy.threshold,
         plan.verify_rows,
         plan.makes_drafts,
     )
-    parts.rounds[:rounds] = plan.slots[:rounds]
+    parts.rounds[:rounds] = plan.slots
     parts.ends[: len(plan.ends)] = plan.ends
     if deltas:
         parts.deltas[: len(deltas)] = deltas

@@ -49,10 +49,10 @@ class StepPlan:
 
     layout, vector: of the largest plan and empty until it is packed. before: device actions ahead
     of the step, as (name, arguments). emits: all sequences that may emit tokens: rounds, then
-    prompts that end; slots, generations: theirs. spans: rows of each round at most. ends: rows that
-    end a prompt. chunks: prompt rows. images: (first row, rows of encoded images) of prompt rows.
-    checkpoints: chunks after which the window state is saved. rows: prompt_rows, and verify_rows of
-    rounds at most. is_constrained: some that emits has a grammar.
+    prompts that end; generations: theirs. slots: of rounds. spans: rows of each round at most.
+    ends: rows that end a prompt. chunks: prompt rows. images: (first row, rows of encoded images)
+    of prompt rows. checkpoints: chunks after which the window state is saved. rows: prompt_rows,
+    and verify_rows of rounds at most. is_constrained: some that emits has a grammar.
     """
 
     layout: PlanLayout
@@ -61,7 +61,7 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     images: list[tuple[int, np.ndarray]] = field(default_factory=list)
     emits: list[Sequence] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    slots: np.ndarray = field(default_factory=_no_words)
     generations: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)

@@ -48,7 +48,7 @@ class RoundResults:
     status: list[int]
     verified: list[int]
     accepted: list[int]
-    tokens: list[list[int]]
+    tokens: list[tuple[int, ...]]
     survivals: np.ndarray | None
 
     def rows(self, rounds: int) -> int:
@@ -58,7 +58,7 @@ class RoundResults:
     def kept(self, place: int) -> list[int]:
         """Returns the output tokens of the emitter at `place`."""
         is_cut = self.code[place] in (AT_STOP, FAILED)
-        return self.tokens[place][: self.count[place] - is_cut]
+        return list(self.tokens[place][: self.count[place] - is_cut])
 
     def one(self, place: int) -> RoundResult:
         """Returns what the emitter at `place` got."""
@@ -66,7 +66,7 @@ class RoundResults:
             first=self.first[place],
             code=self.code[place],
             status=self.status[place],
-            tokens=self.tokens[place][: self.count[place]],
+            tokens=list(self.tokens[place][: self.count[place]]),
             kept=self.kept(place),
         )
 
@@ -76,11 +76,18 @@ def round_results(rounds: np.ndarray, count: int) -> RoundResults:
     words = len(RESULT)
     width = 1 + (rounds.shape[1] - words) // 2
     # By column: rows of words are slow to unpack.
-    generation, first, counts, code, status, verified, accepted = rounds[:count, 1:words].T.tolist()
-    tokens = rounds[:count, words : words + width].tolist()
-    survivals = rounds[:count, words + width :].view(np.float32) if width > 1 else None
+    columns = rounds[:count, : words + width].T.tolist()
+    _, generation, first, counts, code, status, verified, accepted, *tokens = columns
     return RoundResults(
-        generation, first, counts, code, status, verified, accepted, tokens, survivals
+        generation=generation,
+        first=first,
+        count=counts,
+        code=code,
+        status=status,
+        verified=verified,
+        accepted=accepted,
+        tokens=list(zip(*tokens, strict=True)),
+        survivals=rounds[:count, words + width :].view(np.float32) if width > 1 else None,
     )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
+
 from deepinfer_jax.engine.draft_policy import DraftPolicy
 from deepinfer_jax.engine.sequence import Phase, Sequence
 
@@ -11,12 +13,12 @@ from deepinfer_jax.engine.sequence import Phase, Sequence
 class Runners:
     """Running sequences by rank, with columns [n].
 
-    slots, generations: theirs. limits: drafts of a round at most, whatever room is left.
-    wants_logprobs, has_grammar: whether.
+    slots (int32, as plans take them), generations: theirs. limits: drafts of a round at most,
+    whatever room is left. wants_logprobs, has_grammar: whether.
     """
 
     sequences: list[Sequence]
-    slots: list[int]
+    slots: np.ndarray
     generations: list[int]
     limits: list[int]
     wants_logprobs: list[bool]
@@ -24,10 +26,11 @@ class Runners:
 
     def without(self, places: Items[int]) -> "Runners":
         """Returns the others than those at `places`."""
-        left = [place for place in range(len(self.slots)) if place not in set(places)]
+        gone = set(places)
+        left = [place for place in range(len(self.sequences)) if place not in gone]
         return Runners(
             sequences=[self.sequences[place] for place in left],
-            slots=[self.slots[place] for place in left],
+            slots=self.slots[left],
             generations=[self.generations[place] for place in left],
             limits=[self.limits[place] for place in left],
             wants_logprobs=[self.wants_logprobs[place] for place in left],
@@ -49,7 +52,7 @@ def runners_of(active: Items[Sequence], policy: DraftPolicy) -> Runners:
     found = [one for one in active if one.phase is Phase.RUNNING]
     return Runners(
         sequences=found,
-        slots=[one.slot for one in found],
+        slots=np.asarray([one.slot for one in found], np.int32),
         generations=[one.generation for one in found],
         limits=[policy.limit(one.params) for one in found],
         wants_logprobs=[one.params.logprobs is not None for one in found],

@@ -121,7 +121,7 @@ class Scheduler:
             runners = runners.without(idle)
             spans = [span for place, span in enumerate(spans) if place not in set(idle)]
         plan.emits += runners.sequences
-        plan.slots += runners.slots
+        plan.slots = runners.slots
         plan.generations += runners.generations
         plan.spans += spans
         plan.wants_logprobs = any(runners.wants_logprobs)
@@ -173,7 +173,6 @@ class Scheduler:
         if sequence.room > 0:
             plan.ends.append(row + count - 1)
             plan.emits.append(sequence)
-            plan.slots.append(sequence.slot)
             plan.generations.append(sequence.generation)
             plan.wants_logprobs |= sequence.params.logprobs is not None
             plan.is_constrained |= sequence.matcher is not None

@@ -263,7 +263,7 @@ def results(*rounds: tuple[int, int, int]) -> RoundResults:
         status=[0] * some,
         verified=verified,
         accepted=accepted,
-        tokens=[[5] * (DRAFTS + 1)] * some,
+        tokens=[(5,) * (DRAFTS + 1)] * some,
         survivals=np.zeros((some, DRAFTS), np.float32),
     )
 
