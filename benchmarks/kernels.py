@@ -1,6 +1,7 @@
 """How fast are the GPU kernels: against the ceilings of this GPU, against XLA, against a peer?
 
     python -m benchmarks.kernels --json OUT.jsonl [--peers FOLDER] [--only TEXT] [--seconds 240]
+                                 [--lock FILE]
     python -m benchmarks.kernels --plot OUT.jsonl --png OUT.png
 
 Correctness comes first: a case is timed after its output was compared with XLA's, three verdicts
@@ -8,8 +9,10 @@ apart (equal bits, largest error, NaN and infinities). Times are kernel times by
 times of a dispatch, with inputs rotated over buffers larger than the L2 cache; medians of
 `--iterations`. `us` adds up all that a call launches, `mosaic_us` our kernels alone. The ceilings
 are measured in the same run: a copy (bytes read plus written) and a BF16 product, both on random
-data. FOLDER holds a built DeepGEMM, which is timed in a process of its own
-(`benchmarks.kernel_peers`). A case that fails prints its error, and the others go on.
+data. Where JAX has an op for the purpose, `stock_us` is its time on the same arguments. FOLDER
+holds a built DeepGEMM, which is timed in a process of its own (`benchmarks.kernel_peers`). A case
+that fails prints its error, and the others go on. The lock FILE is held while something runs on the
+GPU, and not while anything compiles, for several of these processes side by side.
 """
 
 import argparse
@@ -27,6 +30,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.turns import turn
 
 L2_BYTES = 60e6
 COPY_BYTES = 2**31
@@ -91,24 +96,55 @@ def compare(found: Any, expected: Any) -> dict[str, Any]:
     return {"equal_bits": equal, "max_error": error, "only_one_finite": strange}
 
 
-def run_case(op: str, case: Any, limits: dict[str, float], iterations: int) -> dict[str, Any]:
+def compiled(fn: Callable[..., Any], sets: list[tuple]) -> Any:
+    """Returns the program (*sets) -> [fn(*one), ...]; fn is lowered once for all of them."""
+    import jax
+
+    one = jax.jit(fn)
+    return jax.jit(lambda *sets: [one(*arguments) for arguments in sets]).lower(*sets).compile()
+
+
+def run_case(
+    op: str, case: Any, limits: dict[str, float], iterations: int, lock: Path | None
+) -> dict[str, Any]:
     """Returns the record of one case: verdicts, times, fractions of the ceilings."""
     import jax
 
     sets = 1 if case.bytes > 4 * L2_BYTES else max(3, math.ceil(L2_BYTES / case.bytes))
-    data = [case.make(seed) for seed in range(min(sets, 16))]
-
-    def calls(implementation: str) -> Callable[..., Any]:
-        # traced and lowered once, however many sets of arguments there are
-        one = jax.jit(partial(case.run, implementation))
-        return lambda *sets: [one(*arguments) for arguments in sets]
-
+    with turn(lock):
+        data = [jax.block_until_ready(case.make(seed)) for seed in range(min(sets, 16))]
     record: dict[str, Any] = {"op": op, "case": case.name, "implementation": case.implementation}
-    found = jax.block_until_ready(jax.jit(calls(case.implementation))(data[0]))
+    kernel = compiled(partial(case.run, case.implementation), data)
+    stock = compiled(case.stock, data) if case.stock else None
+    xla = None
     try:
-        expected = jax.block_until_ready(jax.jit(calls("xla"))(data[0]))
+        xla = compiled(partial(case.run, "xla"), data[:1])
     except Exception as error:  # XLA may need more memory than there is; the kernel does not
         record["xla_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    with turn(lock):
+        return _timed(record, case, limits, iterations, (kernel, xla, stock), data)
+
+
+def _timed(
+    record: dict[str, Any],
+    case: Any,
+    limits: dict[str, float],
+    iterations: int,
+    programs: tuple[Any, Any, Any],
+    data: list[tuple],
+) -> dict[str, Any]:
+    """Returns the record with verdicts, times and fractions; programs: kernel, xla, stock."""
+    import jax
+
+    kernel, xla, stock = programs
+    found = jax.block_until_ready(kernel(*data))[0]
+    expected = None
+    if xla is not None:
+        try:
+            expected = jax.block_until_ready(xla(data[0]))[0]
+        except Exception as error:  # as above
+            record["xla_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    if expected is None:
         record["correct"] = None
     else:
         record |= compare(found, expected)
@@ -116,15 +152,17 @@ def run_case(op: str, case: Any, limits: dict[str, float], iterations: int) -> d
         if within is None:
             within = record["max_error"] <= case.tolerance
         record["correct"] = bool(within and not record["only_one_finite"])
-        del expected
-    del found
-    times = kernel_times(calls(case.implementation), tuple(data), iterations)
+    del expected, found
+    times = kernel_times(kernel, tuple(data), iterations)
     record |= microseconds(times, len(data))
     record["mosaic_us"] = microseconds(times, len(data), "mosaic_gpu")["us"]
     record["kernels"] = sorted({name[:80] for name, _ in times[0]})
-    if "xla_error" not in record:
-        xla = kernel_times(calls("xla"), tuple(data[:1]), 3)
-        record["xla_us"] = microseconds(xla, 1)["us"]
+    if xla is not None and "xla_error" not in record:
+        record["xla_us"] = microseconds(kernel_times(xla, tuple(data[:1]), 3), 1)["us"]
+    if stock is not None:
+        spans = kernel_times(stock, tuple(data), iterations)
+        record["stock_us"] = microseconds(spans, len(data))["us"]
+        record["times_as_fast"] = record["stock_us"] / record["us"]
     bound = max(case.bytes / limits["copy"], case.flop / limits["bf16"]) * 1e6
     return record | {
         "flop": case.flop,
@@ -217,6 +255,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no new case after these")
     parser.add_argument("--json", type=Path, help="also append the lines to this file")
+    parser.add_argument("--lock", type=Path, help="a file to lock while the GPU runs something")
     parser.add_argument(
         "--plot", type=Path, metavar="JSONL", help="draw a run instead of making one"
     )
@@ -237,7 +276,8 @@ def main() -> None:
     # before this process holds the GPU
     peers = time_peers(options.peers, shapes) if options.peers and shapes else {}
     about = environment()
-    limits = ceilings()
+    with turn(options.lock):
+        limits = ceilings()
     records = []
 
     def put(record: dict[str, Any]) -> None:
@@ -253,7 +293,7 @@ def main() -> None:
             put({"op": op, "case": case.name, "skipped": "out of time"})
             continue
         try:
-            record = run_case(op, case, limits, options.iterations)
+            record = run_case(op, case, limits, options.iterations, options.lock)
         except Exception as error:  # the other cases still count
             put({"op": op, "case": case.name, "error": f"{type(error).__name__}: {error}"[:600]})
             continue

@@ -99,7 +99,7 @@ def slice_config(setting: Setting) -> ModelConfig:
         numerics="checkpoint",
         determinism=setting.level,
         kernels=_kernels(config, setting.kernels),
-        row_tile=row_tile(setting.level, base.hidden_size),
+        row_tile=row_tile(setting.level),
         branches="static" if jax.default_backend() in GPU_PLATFORMS else "data",
         mesh=build_mesh(dict(setting.mesh)) if setting.mesh else None,
     )

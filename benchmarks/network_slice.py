@@ -93,7 +93,7 @@ def slice_config(kernels: str, level: Any) -> Any:
             numerics="checkpoint",
             determinism=level,
             kernels=tuple(sorted(best.items())) if kernels == "pallas" else (),
-            row_tile=row_tile(level, whole.hidden_size),
+            row_tile=row_tile(level),
             branches="static",
         ),
     )

@@ -32,12 +32,9 @@ SEVERAL_GPUS = "benchmarks/results/multi_gpu_h200_2026-11-30.jsonl"
 #: Why nothing is promised there. Sequences run one after the other, so that neighbours, chunks and
 #: slots change nothing that the bridge does; what its operators do has never been seen.
 ON_ASCEND = "no CANN operator has been verified on Ascend hardware, not even from run to run"
-#: Rows of the network's tiles at "batch": part of the arithmetic, one height for all programs of a
-#: model on a device. On a GPU 256 rows of a large model keep the units busy while its weights are
-#: read; a small one takes as long for more, because launching its kernels is all that takes time.
-ROW_TILES = {"cpu": 8, "gpu": 256, "gpu, small model": 1024}
-#: Hidden width up to which a model counts as small.
-SMALL_WIDTH = 1024
+#: Rows of the network's tiles at "batch", on a GPU of the blocks of its products: part of the
+#: arithmetic, one height for all programs of a device.
+ROW_TILES = {"cpu": 8, "gpu": 256}
 
 
 @runtime_checkable
@@ -90,18 +87,12 @@ def report(
     )
 
 
-def row_tile(determinism: str, hidden_size: int) -> int:
-    """Returns the rows of the network's tiles at a level here. Initialises the JAX backend.
-
-    Args:
-        determinism: the level.
-        hidden_size: of the model.
-    """
+def row_tile(determinism: str) -> int:
+    """Returns the rows of the network's tiles at a level here. Initialises the JAX backend."""
     import jax
 
-    if determinism != "batch" or jax.default_backend() not in GPU_PLATFORMS:
-        return ROW_TILES["cpu"]
-    return ROW_TILES["gpu, small model" if hidden_size <= SMALL_WIDTH else "gpu"]
+    on_gpu = determinism == "batch" and jax.default_backend() in GPU_PLATFORMS
+    return ROW_TILES["gpu" if on_gpu else "cpu"]
 
 
 def promises(

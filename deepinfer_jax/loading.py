@@ -126,6 +126,7 @@ def load(
     execution = ExecutionConfig(
         numerics=cast(NumericsMode, numerics),
         determinism=cast(DeterminismLevel, determinism),
+        row_tile=row_tile(determinism),
     )
     grid = None if mesh is None else _mesh(mesh)
     execution = replace(execution, mesh=grid)
@@ -139,7 +140,6 @@ def load(
             f'deepseek_v4 runs with numerics="float32" only, got {numerics!r}: no vectors of its '
             "own rounding points exist"
         )
-    execution = replace(execution, row_tile=row_tile(determinism, config.hidden_size))
     if names_ascend(kernels):
         require_ascend(replace(config, execution=execution), mesh=mesh, engram=engram)
         chosen = (("network", "ascend"),)

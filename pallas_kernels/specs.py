@@ -48,6 +48,8 @@ class BenchCase:
         bytes: bytes that must be read and written once.
         tolerance: largest ``max |out - xla| / rms(xla)``; 0 asks for equal bits.
         peer: (m, n, k) of the same product with 128-blocks for the peer, None where it has none.
+        stock: ``stock(*args)`` is JAX's own op for the purpose, timed beside; None where there is
+            none.
     """
 
     name: str
@@ -58,3 +60,4 @@ class BenchCase:
     bytes: float
     tolerance: float
     peer: tuple[int, int, int] | None = None
+    stock: Callable[..., Any] | None = None

@@ -95,7 +95,7 @@ NARROW = 16
 
 TABLE: Mapping[str, Tile | DecodeTile] = MappingProxyType(
     {
-        "decode n>=16384 t<=8": DecodeTile(tokens=8, depth=256, stages=5),
+        "decode n>=16384 t<=8": DecodeTile(tokens=8, warpgroups=4, depth=256, stages=3),
         "decode n>=16384 t<=16": DecodeTile(tokens=16, warpgroups=4, depth=256, stages=3),
         "decode n>=16384 t<=32": DecodeTile(tokens=32, warpgroups=4, stages=5),
         "decode n>=16384 t<=64": DecodeTile(tokens=64, warpgroups=4, stages=4),

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.select_topk import api
+from pallas_kernels.select_topk import api, reference
 from pallas_kernels.select_topk.configs import TABLE
 from pallas_kernels.specs import ArgSpec, BenchCase
 
 BLOCK, BLOCKS = 8, 2048
 #: (entries of a row, ids kept).
-SIZES = ((16384, 512), (131072, 512), (131072, 2048))
+SIZES = ((16384, 512), (16384, 2048), (131072, 512), (131072, 2048))
 
 
 def _spec(name: str, rows: int, size: int, k: int, tier: Any, dtype: str = "bfloat16") -> ArgSpec:
@@ -55,15 +55,22 @@ def compile_cases(arch: str) -> list[tuple[str, Callable[..., Any], list[Any]]]:
     return cases
 
 
-def _bench_case(rows: int, size: int, k: int) -> BenchCase:
+def _bench_case(rows: int, size: int, k: int, dtype: Any, ties: bool) -> BenchCase:
     def make(seed: int) -> tuple[Any, ...]:
-        return (jax.random.normal(jax.random.key(seed), (rows, size)).astype(jnp.bfloat16),)
+        scores = jax.random.normal(jax.random.key(seed), (rows, size))
+        # about thirty values in all
+        return ((jnp.round(scores * 4) / 4 if ties else scores).astype(dtype),)
 
     def run(implementation: str, scores: jax.Array) -> jax.Array:
         return api.select_topk(scores, k, implementation=implementation)
 
-    moved = rows * (2.0 * size + 4.0 * k)
-    return BenchCase(f"n={size} k={k} m={rows}", make, run, "triton", 0.0, moved, 0.0)
+    def stock(scores: jax.Array) -> Any:
+        return jax.lax.top_k(scores, k)
+
+    kind = f"{jnp.dtype(dtype).name} {'ties' if ties else 'normal'}"
+    moved = rows * (float(jnp.dtype(dtype).itemsize) * size + 4.0 * k)
+    name = f"n={size} k={k} m={rows} {kind}"
+    return BenchCase(name, make, run, "triton", 0.0, moved, 0.0, stock=stock)
 
 
 def _block_case(rows: int, size: int) -> BenchCase:
@@ -74,14 +81,19 @@ def _block_case(rows: int, size: int) -> BenchCase:
     def run(implementation: str, scores: jax.Array, length: jax.Array) -> jax.Array:
         return api.select_blocks(scores, length, BLOCK, BLOCKS, implementation=implementation)
 
+    def stock(scores: jax.Array, length: jax.Array) -> Any:
+        return jax.lax.top_k(reference.block_maxima(scores, length, BLOCK), BLOCKS)
+
     moved = rows * (2.0 * size + size / BLOCK)
-    return BenchCase(f"blocks n={size} m={rows}", make, run, "triton", 0.0, moved, 0.0)
+    name = f"blocks n={size} m={rows}"
+    return BenchCase(name, make, run, "triton", 0.0, moved, 0.0, stock=stock)
 
 
 def bench_cases() -> list[BenchCase]:
-    """Returns decode rows of both operations."""
-    rows = (1, 64, 256)
+    """Returns decode rows of both operations, of the selection without and with many ties."""
+    rows = (64, 256, 1)
+    kinds = [(dtype, ties) for dtype in (jnp.bfloat16, jnp.float32) for ties in (False, True)]
     return [
-        *(_bench_case(m, n, k) for n, k in SIZES for m in rows),
+        *(_bench_case(m, n, k, *kind) for m in rows for n, k in SIZES for kind in kinds),
         *(_block_case(m, 131072) for m in rows),
     ]

@@ -1,9 +1,10 @@
 """Selection as Pallas-Triton kernels: the k-th largest key is found by counting, nothing is sorted.
 
-Scores become integers of the same order. A threshold is built bit by bit from the top: a bit stays
-if at least k keys reach the candidate. One pass then emits every key above the threshold and the
-first ones equal to it; their places are running sums, so ids come out ascending. Counts are
-integers: no cut of a row can change them.
+Scores become integers of the same order. The k-th largest lies between two bounds, first the
+largest key and the least of the largest keys of k groups; the bounds are halved by counting how
+many keys reach the middle, until they meet or the middle has exactly k above it. One pass then
+emits every key above the threshold and the first ones equal to it; their places are running sums,
+so ids come out ascending. Counts are integers: no cut of a row can change them.
 
 A long row is split over programs that each keep their own k best; a second kernel selects among
 the kept ids with the same body. What the whole row keeps, its tile keeps too.
@@ -147,6 +148,26 @@ class _Row:
         return self.count - self.first
 
 
+def _bounds(row: _Row, held: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns int32 (low, high, above): where the k-th largest key lies; above keys exceed high.
+
+    At least k keys reach low, or it is the lowest key. held: the row's keys, or None.
+    """
+    launch, above = row.launch, jnp.int32(0)
+    groups = _power(launch.k)
+    lowest, highest = np.int32(launch.format.lowest), np.int32(launch.format.highest)
+    if held is None:
+        return jnp.int32(lowest), jnp.int32(highest), above
+    if launch.blocks and launch.k > 1:
+        # the block that must be chosen is far above all others and would make the range wide
+        held, above = jnp.where(held == highest, lowest, held), _ones(row.count > 0)
+    if 2 * groups > launch.chunk:
+        return jnp.int32(lowest), jnp.max(held), above
+    # each of at least k groups has a key that reaches the least of their largest
+    best = jnp.max(held.reshape(groups, launch.chunk // groups), axis=1)
+    return jnp.min(best), jnp.max(best), above
+
+
 def _body(*refs: Any, launch: _Launch) -> None:
     scores_ref, count_ref, *ids_ref, out_ref = refs
     first = pl.program_id(1) * launch.span
@@ -165,50 +186,57 @@ def _body(*refs: Any, launch: _Launch) -> None:
 
         return lax.fori_loop(0, row.chunks(launch.chunk), add, jnp.int32(0))
 
-    def refine(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold + (jnp.int32(1) << (launch.format.bits - 1 - i))
-        return jnp.where(count(lambda key: key >= candidate) >= k, candidate, threshold)
+    def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, above = state
+        middle = (low | high) - ((low ^ high) >> 1)  # half of the sum, rounded up, no overflow
+        found = count(lambda key: key >= middle)
+        more, exact = found > k, found == k
+        low = jnp.where(more, middle, jnp.where(exact, middle - 1, low))
+        return low, jnp.where(more, high, middle - 1), jnp.where(more, above, found)
 
-    # with at most k visible entries the threshold stays below them all
-    many = launch.format.bits * (1 if launch.listed else _ones(row.left > launch.k))
-    threshold = lax.fori_loop(0, many, refine, jnp.int32(lowest))
-    need = k - count(lambda key: key > threshold)
+    low, high, above = _bounds(row, None if held is None else held[2])
+    if not launch.listed:
+        # at most k visible entries: one pass counts those above the lowest key
+        few = row.left <= launch.k
+        low, high = jnp.where(few, lowest, low), jnp.where(few, lowest + np.int32(1), high)
+    threshold, _, above = lax.while_loop(lambda s: s[0] < s[1], halve, (low, high, above))
+    need = k - above
 
     fits = held if launch.part == launch.chunk else None
 
     def emit(c: Any, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         place, ids, key = fits or row.chunk(c, launch.part)
-        above = key > threshold
+        over = key > threshold
         equal = (key == threshold) & (threshold > lowest)
-        both = _ones(above) + (_ones(equal) << _HALF)
+        both = _ones(over) + (_ones(equal) << _HALF)
         running = jnp.cumsum(both)
-        above_before = before[0] + (running & 0xFFFF) - _ones(above)
+        over_before = before[0] + (running & 0xFFFF) - _ones(over)
         equal_before = before[1] + (running >> _HALF) - _ones(equal)
-        chosen = above | (equal & (equal_before < need))
+        chosen = over | (equal & (equal_before < need))
         if launch.blocks:
             plt.store(
                 out_ref.at[place], _ones(chosen).astype(jnp.int8), mask=place < launch.entries
             )
         else:
             # places that are not written point outside: the interpreter would write them back
-            target = jnp.where(chosen, above_before + jnp.minimum(equal_before, need), launch.k)
+            target = jnp.where(chosen, over_before + jnp.minimum(equal_before, need), launch.k)
             plt.store(out_ref.at[target], ids, mask=chosen)
         total = jnp.sum(both)
         return before[0] + (total & 0xFFFF), before[1] + (total >> _HALF)
 
+    if not launch.blocks:
+        # above the lowest key there are at least k where the threshold is higher
+        total, width = jnp.where(threshold > lowest, k, above), min(_power(launch.k), _FILL)
+        for start in range(0, launch.k, width):
+            place = start + jnp.arange(width, dtype=jnp.int32)
+            empty = (place >= total) & (place < launch.k)
+            plt.store(out_ref.at[place], jnp.full((width,), -1, jnp.int32), mask=empty)
     nothing = jnp.int32(0), jnp.int32(0)
     if fits is not None:
-        above, equal = emit(0, nothing)
+        emit(0, nothing)
     else:
         every = -(-launch.span // launch.part) if launch.blocks else row.chunks(launch.part)
-        above, equal = lax.fori_loop(0, every, emit, nothing)
-    if launch.blocks:
-        return
-    total, width = above + jnp.minimum(equal, need), min(_power(launch.k), _FILL)
-    for start in range(0, launch.k, width):
-        place = start + jnp.arange(width, dtype=jnp.int32)
-        empty = (place >= total) & (place < launch.k)
-        plt.store(out_ref.at[place], jnp.full((width,), -1, jnp.int32), mask=empty)
+        lax.fori_loop(0, every, emit, nothing)
 
 
 @dataclass(frozen=True)
@@ -248,9 +276,10 @@ class Selection:
         """Returns one kernel's result: ids int32 [m, tiles * k], or int8 [m, n]."""
         rows, size = scores.shape
         entries = size if ids is None else ids.shape[1]
-        tiles, chunk = -(-entries // span), min(_power(span), self.config.most)
-        part = chunk if blocks and span <= chunk else min(chunk, self.config.part)
-        listed = ids is not None
+        listed, tiles = ids is not None, -(-entries // span)
+        whole_row = span <= self.config.most
+        chunk = _power(span) if whole_row else self.config.chunk
+        part = chunk if whole_row and not listed else min(chunk, self.config.part)
         launch = _Launch(
             _Format(8 * scores.dtype.itemsize), k, entries, span, chunk, part, listed, blocks
         )

@@ -93,7 +93,7 @@ def test_batch_on_a_gpu_has_taller_tiles_and_needs_pinned_kernels(monkeypatch):
         di.load(TINY)
     assert di.load(TINY, determinism="run").config.execution.row_tile == 8
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    assert di.load(TINY).config.execution.row_tile == ROW_TILES["gpu, small model"]
+    assert di.load(TINY).config.execution.row_tile == ROW_TILES["gpu"]
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "no_such_name", "./a/b"])

@@ -15,7 +15,7 @@ from tests.kernels.test_lowering import kernel_names, lower_for_h200
 
 INTERPRET = "pallas_interpret"
 #: Programs so small that short rows are split, merged, and read in several chunks.
-SMALL = SelectConfig(most=32, tile=16, part=8, lanes=8)
+SMALL = SelectConfig(most=32, chunk=16, tile=16, part=8, lanes=8)
 SPECIAL = np.array([-np.inf, np.nan, np.inf, 0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38], np.float32)
 
 
@@ -68,6 +68,36 @@ def test_split_and_chunked_rows_choose_the_same(size, dtype):
     for k in (4, 20, size + 2):  # 4 and less split a row; 20 does not fit a tile
         found = jax.jit(run.topk, static_argnums=2)(scores, count, k)
         np.testing.assert_array_equal(found, judge(scores, k, count))
+
+
+#: Rows whose k-th largest is found at once, never exactly, at an end of the range, or far below.
+EDGES = {
+    "equal largest in every group": np.tile(np.arange(8.0), 8),
+    "one above the others": np.where(np.arange(64) == 37, 2.0, 1.0),
+    "one below the others": np.where(np.arange(64) == 37, 1.0, 2.0),
+    "infinities of both signs": np.where(np.arange(64) % 3 == 0, np.inf, -np.inf),
+    "infinities beside zeros": np.where(np.arange(64) % 3 == 0, np.inf, 0.0),
+    "largest together at the end": np.exp2(np.arange(64.0) - 32),
+    "largest together at the start": -np.exp2(np.arange(64.0) - 32),
+    "few that may be chosen": np.where(np.arange(64) % 9 == 0, -3e38, -np.inf),
+    "neighbouring numbers": 1.0 + (np.arange(64) * 37 % 64) / 64,
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("k", [1, 2, 21, 32, 33, 63])
+def test_edges_of_the_range_that_is_halved(k, dtype):
+    scores = jnp.asarray(np.stack(list(EDGES.values()))).astype(dtype)
+    expected = [by_sorting(row, k) for row in np.asarray(scores.astype(jnp.float32))]
+    for length in (64, 63, 40, k):
+        count = jnp.full((len(EDGES),), length, jnp.int32)
+        shorter = judge(scores, k, count).tolist()
+        assert length != 64 or shorter == expected
+        for config in (SelectConfig(), SMALL):
+            run = pallas_triton.build(config, interpret=True)
+            assert run.topk(scores, count, k).tolist() == shorter, (length, config)
+        kept = pallas_triton.build(SelectConfig(), interpret=True).blocks(scores, count, k)
+        np.testing.assert_array_equal(kept, core.select_blocks(scores, count, 1, k))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.inf, -np.inf, np.nan])
