@@ -24,10 +24,9 @@ class Runners:
     wants_logprobs: list[bool]
     has_grammar: list[bool]
 
-    def without(self, places: Items[int]) -> "Runners":
+    def without(self, places: set[int]) -> "Runners":
         """Returns the others than those at `places`."""
-        gone = set(places)
-        left = [place for place in range(len(self.sequences)) if place not in gone]
+        left = [place for place in range(len(self.sequences)) if place not in places]
         return Runners(
             sequences=[self.sequences[place] for place in left],
             slots=self.slots[left],

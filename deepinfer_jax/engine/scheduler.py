@@ -108,7 +108,7 @@ class Scheduler:
     def _decode(self, plan: StepPlan) -> None:
         """Plans a round of every running sequence, by rank. Kept lean: it runs once a token."""
         runners = self._runners = self._runners or runners_of(self.active, self.policy)
-        idle, spans = [], runners.spans()
+        idle, spans = set(), runners.spans()
         for place, sequence in enumerate(runners.sequences):
             last = sequence.computed + spans[place]
             goes_on = sequence.planned < sequence.room and sequence.slot  # 0: given up just now
@@ -116,10 +116,10 @@ class Scheduler:
                 sequence.computed = last
                 sequence.planned += 1
             else:
-                idle.append(place)
+                idle.add(place)
         if idle:
             runners = runners.without(idle)
-            spans = [span for place, span in enumerate(spans) if place not in set(idle)]
+            spans = [span for place, span in enumerate(spans) if place not in idle]
         plan.emits += runners.sequences
         plan.slots = runners.slots
         plan.generations += runners.generations
