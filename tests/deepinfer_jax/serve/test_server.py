@@ -166,7 +166,7 @@ def test_only_a_process_that_does_nothing_else_hides_its_objects(llm, monkeypatc
     async def nothing():
         return None
 
-    monkeypatch.setattr("deepinfer_jax.serve.server.gc.freeze", lambda: called.append("freeze"))
+    monkeypatch.setattr("deepinfer_jax.serve.memory.gc.freeze", lambda: called.append("freeze"))
     monkeypatch.setattr(Server, "url", "here")
     server = Server(llm, CONFIG, called.append, is_alone=is_alone)
     monkeypatch.setattr(server.service, "warm_up", nothing)
