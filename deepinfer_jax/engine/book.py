@@ -76,7 +76,7 @@ class RequestBook:
             request.first_token = now
         count = sequence.params.logprobs
         if sequence.is_quiet:
-            output.tokens, tokens = sequence.output_ids, len(found.kept)
+            tokens = len(found.kept)  # it ends here, and `end` gives its output all tokens
         elif count is None and step.hashes is None:
             tokens = output.extend(found.kept)
             has_reader = sequence.matcher is not None or output.detokenizer is not None

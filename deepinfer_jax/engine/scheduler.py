@@ -112,7 +112,9 @@ class Scheduler:
         for place, sequence in enumerate(runners.sequences):
             last = sequence.computed + spans[place]
             goes_on = sequence.planned < sequence.room and sequence.slot  # 0: given up just now
-            if goes_on and (last <= sequence.capacity or self._lengthen(sequence, last)):
+            if goes_on and last > sequence.capacity:
+                goes_on = self._grow(sequence, min(last, sequence.longest))
+            if goes_on:
                 sequence.computed = last
                 sequence.planned += 1
             else:
@@ -128,25 +130,21 @@ class Scheduler:
         plan.is_constrained = any(runners.has_grammar)
         plan.verify_rows, plan.makes_drafts = self.policy.rows(plan.emits, spans)
 
-    def _lengthen(self, sequence: Sequence, last: int) -> bool:
-        """Gives a sequence blocks for its round, or takes its own away; returns whether it runs."""
-        self._grow(sequence, min(last, sequence.longest))
-        return sequence.slot > 0
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Gives the sequence blocks for so many tokens, taking them from the last rank if need be.
 
-        Which may be its own: then it no longer runs.
+        Which may be its own: then it no longer runs. Returns whether it does.
         """
         while sequence.capacity < tokens:
             while (found := self.cache.allocate(1)) is None:
                 victim = self.active[-1]
                 self._preempt(victim)
                 if victim is sequence:
-                    return
+                    return False
             self._deltas.append((sequence.slot, len(sequence.blocks), found[0]))
             sequence.blocks += found
             sequence.capacity += self.cache.block_tokens
+        return True
 
     def _chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Plans as many prompt rows of a sequence as the budget and its next cut allow."""

@@ -46,6 +46,7 @@ class Sequence:
     params: SamplingParams
     prompt_len: int
     ids: np.ndarray
+    count: int = field(init=False)
     room: int
     seed: int
     root: bytes
@@ -56,22 +57,21 @@ class Sequence:
     images: tuple[PromptImage, ...] = ()
     phase: Phase = Phase.WAITING
     slot: int = 0
+    generation: int = 0
     blocks: list[int] = field(default_factory=list)
+    capacity: int = 0
     reused: int = 0
     first: int = 0
+    computed: int = 0
+    written: int = 0
+    published: int = 0
+    planned: int = 0
     cuts: tuple[int, ...] = ()
     cached: int | None = None
     preemptions: int = 0
     survivals: tuple[np.ndarray, ...] = ()
     matcher: Matcher | None = None
     is_quiet: bool = False
-    count: int = field(init=False)
-    generation: int = 0
-    capacity: int = 0
-    computed: int = 0
-    written: int = 0
-    published: int = 0
-    planned: int = 0
 
     def __post_init__(self) -> None:
         """Holds its prompt."""
