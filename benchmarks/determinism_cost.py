@@ -72,7 +72,9 @@ def settings(platform: str, tiles: list[int], graphs: bool) -> list[Setting]:
 class Bench:
     """One level in a child process: model, engine and compiled operations."""
 
-    def __init__(self, level: str, source: str, kernels: str, counts: tuple[int, ...]) -> None:
+    def __init__(
+        self, level: str, source: str, kernels: str | None, counts: tuple[int, ...]
+    ) -> None:
         """Compiles everything."""
         from benchmarks.determinism_ops import prepare
         from benchmarks.invariance_gpu import kernels_of
@@ -82,7 +84,7 @@ class Bench:
 
         begin = time.perf_counter()
         self.name, _, tile = level.partition(":")
-        self.model = load(source, determinism=self.name, kernels=kernels_of(kernels))
+        self.model = load(source, determinism=self.name, kernels=kernels and kernels_of(kernels))
         if tile:
             execution = replace(self.model.config.execution, row_tile=int(tile))
             config = replace(self.model.config, execution=execution)
@@ -165,7 +167,7 @@ def child(given: argparse.Namespace) -> None:
         "model": Path(given.model).name,
         "process": name,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "kernels": given.kernels,
+        "kernels": dict(benches[0].model.config.execution.kernels),
     }
 
     def say(bench: Bench, point: str, figures: dict[str, Any]) -> None:
@@ -295,7 +297,8 @@ def parent(given: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             flags = f"{os.environ.get('XLA_FLAGS', '')} {one.flags}".strip()
             command = [*module, "--child", one.name, "--levels", ",".join(one.levels)]
-            command += ["--folder", scratch, "--model", given.model, "--kernels", given.kernels]
+            command += ["--folder", scratch, "--model", given.model]
+            command += ["--kernels", given.kernels] if given.kernels else []
             command += ["--op-rows", given.op_rows if one.ops else ""]
             environment = os.environ | {
                 "XLA_FLAGS": flags,
@@ -328,7 +331,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints all lines."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="nano")
-    parser.add_argument("--kernels", default="xla", help="of every level: NAME or OP=NAME,OP=NAME")
+    parser.add_argument(
+        "--kernels", help="of every level: NAME or OP=NAME,OP=NAME; without it, those of `load`"
+    )
     parser.add_argument(
         "--row-tiles", type=int, nargs="+", default=[64, 512, 2048], help="GPU only"
     )

@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--row-tile", type=int, help="rows of a tile, instead of load's choice")
     parser.add_argument(
-        "--kernels", type=kernels_of, default="xla", help="as of `load`: NAME or OP=NAME,OP=NAME"
+        "--kernels", type=kernels_of, help="as of `load`, whose default it has: NAME or OP=NAME,..."
     )
     parser.add_argument("--also", default="", help="further cases of `verify`, 'NAME;NAME=RUNS'")
     parser.add_argument("--json", type=Path, help="also append the lines to this file")

@@ -160,11 +160,12 @@ def main() -> int:
     faults += [f"a library product: {name}" for name in library]
     faults += [f"a product over the hidden width {width}: {one}" for one in left if width in one]
     one, two = block_products(1), block_products(2)
-    print(f"gpu_network: {sum(one.values())} products of fixed order, of one block and of two")
-    if one != two or len(one) < 3:
-        faults.append(f"products differ with the blocks of rows: {one - two} and {two - one}")
-    whole, *shares = (expert_products(count) for count in (16, 8, 9))
-    print(f"gpu_network: {sum(whole.values())} products of experts, however many a device holds")
+    twice = Counter({shapes: 2 * count for shapes, count in one.items()})
+    print(f"gpu_network: {sum(one.values())} products of fixed order a block, of one and of two")
+    if twice != two or len(one) < 3:
+        faults.append(f"products differ with the blocks of rows: {twice - two} and {two - twice}")
+    whole, *shares = (set(expert_products(count)) for count in (16, 8, 9))
+    print(f"gpu_network: {len(whole)} shapes of products of experts, however many a device holds")
     if len(whole) < 2 or any(share != whole for share in shares):
         faults.append(f"products differ with the experts of a device: {whole} and {shares}")
     print("\n".join(f"FAULT gpu_network: {line}" for line in faults), end="\n" if faults else "")

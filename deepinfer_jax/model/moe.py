@@ -143,7 +143,7 @@ def all_experts(
     selected = ids[:, :, None] == jnp.arange(count)
     weight = jnp.where(selected, weights[:, :, None], 0.0).max(axis=1).T
 
-    def run(part: tuple[Array, Array, Array, Array]) -> Float[Array, "e t d"]:
+    def run(part: tuple[Array, ...]) -> Float[Array, "e t d"]:
         w1, w3, w2, weight = part
         gate = ops.contract_float32(x, w1.reshape(-1, dim))
         up = ops.contract_float32(x, w3.reshape(-1, dim))
@@ -158,11 +158,8 @@ def all_experts(
         padding = [(0, groups * group - count)] + [(0, 0)] * (leaf.ndim - 1)
         return jnp.pad(leaf, padding).reshape(groups, group, *leaf.shape[1:])
 
-    parts = (cut(w1), cut(w3), cut(w2), cut(weight))
-    if groups == 1:
-        out = run((parts[0][0], parts[1][0], parts[2][0], parts[3][0]))
-    else:
-        out = lax.map(run, parts).reshape(groups * group, *x.shape)
+    out = core.fixed.in_turn(run, (cut(w1), cut(w3), cut(w2), cut(weight)))
+    out = out.reshape(groups * group, *x.shape)
     return jnp.take_along_axis(out.swapaxes(0, 1), ids[:, :, None], axis=1)
 
 

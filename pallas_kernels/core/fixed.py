@@ -17,6 +17,18 @@ from jax import lax
 from pallas_kernels.core.contract import Weight
 from pallas_kernels.core.quant_array import dequantize
 
+#: Parts that stand one after the other in a program; more are a loop. On a GPU every step of a loop
+#: is several launches more, and nothing is joined across its border in one graph.
+MOST_PARTS = 8
+
+
+def in_turn(fn: Callable[..., jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns fn of every part, stacked: fn gets a tuple of a[i] for arrays a [n, ...]."""
+    count = parts[0].shape[0]
+    if count > MOST_PARTS:
+        return lax.map(fn, parts)
+    return jnp.stack([fn(tuple(part[i] for part in parts)) for i in range(count)])
+
 
 def _by_blocks(
     fn: Callable[..., jax.Array], weights: tuple[Any, ...], arrays: tuple[Any, ...], rows: int
@@ -36,9 +48,7 @@ def _by_blocks(
         return jnp.pad(a, padding).reshape(blocks, rows, *a.shape[1:])
 
     parts = tuple(cut(a) for a in arrays)
-    if blocks == 1:
-        return one(tuple(part[0] for part in parts))[:count]
-    out = lax.map(one, parts)
+    out = in_turn(one, parts)
     return out.reshape(blocks * rows, *out.shape[2:])[:count]
 
 
