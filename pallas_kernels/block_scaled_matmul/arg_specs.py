@@ -69,6 +69,7 @@ def _sm90_cases() -> list[tuple[str, Callable[..., Any], list[Any]]]:
         w = [_spec((n, k), jnp.uint8), _spec((n // 32, k // 32), jnp.uint8)]
         cases.append((f"q8 m={m} n={n} k={k}", run, [_spec((m, k), jnp.bfloat16), *w]))
 
+    block(512, 64, 192)
     for m in (8, 16, 32, 64, 257, 8192):
         block(m, *LINEARS["wq_b"])
         block(m, *LINEARS["wo_b"])
@@ -168,6 +169,7 @@ def bench_cases() -> list[BenchCase]:
     return [
         *(_fp8_case(*shape) for shape in FP8),
         *(_q8_case(name, m, *shape) for name, shape in LINEARS.items() for m in (1, 64, 4096)),
+        _q8_case("narrower than a tile", 512, 64, 192),
         *(_bf16_case(name, m, *BF16[name]) for name in ("wo_a", "router") for m in (64, 4096)),
         _bf16_case("head", 64, *BF16["head"]),
     ]

@@ -253,7 +253,12 @@ def _body(
                 )
             else:
                 pieces, slot = _bf16_tile(ring, place[0], steps, x_rows, w_smem, tile)
-            target = out.at[pl.ds(row + wg * tile.rows, tile.rows), pl.ds(col, tile.cols)]
+            # A store beyond a result as narrow as one would land in it: Mosaic (jax 0.11) leaves
+            # axes of one tile out of a copy, and their index with them.
+            across, stored = tile.cols // tile.store, -(-min(tile.cols, out.shape[1]) // tile.store)
+            pieces = [piece for i, piece in enumerate(pieces) if i % across < stored]
+            columns = pl.ds(col, stored * tile.store)
+            target = out.at[pl.ds(row + wg * tile.rows, tile.rows), columns]
             _store(pieces, out_smem.at[wg], target)
             return slot
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import core
 from pallas_kernels._mosaic import run_interpreted
-from pallas_kernels.block_scaled_matmul import configs, pallas_sm100, ring
+from pallas_kernels.block_scaled_matmul import configs, launch_sm90, pallas_sm100, ring
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul, matmul_bf16, matmul_fp8
 from pallas_kernels.block_scaled_matmul.arg_specs import CASES
 from pallas_kernels.block_scaled_matmul.configs import DecodeTile, Tile
@@ -262,6 +262,16 @@ def test_copies_of_scales_begin_at_sixteen_bytes(index):
     assert line.start + place == index
     # a tile of 256 columns or 512 weight rows finds its scales in one line
     assert place + 512 // 32 <= line.size
+
+
+@pytest.mark.parametrize(("n", "stores"), [(16, 1), (64, 1), (72, 2), (192, 3)])
+def test_no_store_begins_beyond_a_result_narrower_than_its_tile(n, stores):
+    """On a GPU it would land in the result's only tile; the interpreter leaves it out."""
+    tile = configs.bf16_tile(n, 512, 2, False)
+    assert (tile.cols, tile.store, tile.rows) == (192, 64, 64)
+    x, w = (jax.ShapeDtypeStruct((rows, 192), jnp.bfloat16) for rows in (512, n))
+    program = jax.make_jaxpr(lambda x, w: launch_sm90.bf16(x, w, jnp.bfloat16))(x, w)
+    assert str(program).count("copy_smem_to_gmem ") == stores
 
 
 def test_tiles_that_do_not_fit_are_refused():
