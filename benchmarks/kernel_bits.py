@@ -32,6 +32,8 @@ from pallas_kernels import core
 from pallas_kernels.block_scaled_matmul import api as dense
 from pallas_kernels.block_scaled_matmul.arg_specs import LINEARS
 from pallas_kernels.indexer_logits import api as indexer
+from pallas_kernels.mhc_pre import api as mixing
+from pallas_kernels.mhc_pre import arg_specs as mixing_specs
 from pallas_kernels.select_topk import api as selection
 from pallas_kernels.sparse_mla_decode import api as attention
 from pallas_kernels.sparse_mla_decode.arg_specs import random_arguments
@@ -115,6 +117,19 @@ def _select(size: int, k: int) -> Case:
     return Case(f"select_topk n={size} k={k}", (scores, length), run)
 
 
+def _mixing() -> Case:
+    x, *shared = mixing_specs.random_arguments(1, BATCH)
+
+    def run(x: jax.Array, *shared: jax.Array) -> jax.Array:
+        keywords = mixing_specs.CASES[0].kwargs
+        wide = x.astype(jnp.float32)
+        found = mixing.mhc_pre(wide, *shared, **keywords, implementation="triton")
+        return jnp.concatenate([part.reshape(x.shape[0], -1) for part in found], axis=1)
+
+    # flipping a bit of float32 would give values that no stream has
+    return Case("mhc_pre", (x.astype(jnp.bfloat16),), run, tuple(shared))
+
+
 def cases(only: str) -> Iterator[Case]:
     """Yields the cases whose name contains `only`, each made when it is asked for."""
     makers: dict[str, Callable[[], Case]] = {
@@ -127,6 +142,7 @@ def cases(only: str) -> Iterator[Case]:
         "sparse_mla_decode q4n": partial(_attention, "q4n", 288),
         "sparse_mla_decode q8": partial(_attention, "q8", 528),
         "select_topk 16384": partial(_select, 16384, 512),
+        "mhc_pre": _mixing,
     }
     for name, make in makers.items():
         if only in name:

@@ -4,10 +4,12 @@
 
 nano runs with the best kernel of every covered op that has a form for its sizes. A sequence runs in
 one call, in chunks, beside five others with all rows mixed, and in a longer plan; its logits are
-compared as integers, and with XLA's logits within a tolerance. A control with a flipped weight bit
-must be noticed. The programs are compiled side by side, which takes most of the time: it is the
-cheapest form of `benchmarks.invariance_gpu`, which proves more. One JSON line when programs are
-compiled, and one a comparison, then one for all.
+compared as integers, and with XLA's. Twelve layers that round to BF16 are chaotic (determinism.md
+9), so the measure is XLA itself: kernels may be at most `TOLERANCE` times as far from its level
+"batch" as its level "off" is. A control with a flipped weight bit must be noticed. The programs are
+compiled side by side, which takes most of the time: it is the cheapest form of
+`benchmarks.invariance_gpu`, which proves more. One JSON line when programs are compiled, and one a
+comparison, then one for all.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from benchmarks.turns import turn
 ROWS = 48  # of the sequence
 OTHERS = 5  # sequences of as many rows
 SHORT, LONG = 16, 512  # rows of the two plans
-TOLERANCE = 0.05  # of the root mean square of XLA's logits
+TOLERANCE = 1.25  # times the distance of XLA's level "off" from its level "batch"
 
 
 def best_kernels(config: Any, arch: str) -> dict[str, str]:
@@ -127,8 +129,29 @@ def kernel_calls(program: Any) -> dict[str, int]:
     return dict(sorted(Counter(names).items()))
 
 
-def compare(ours: Network, theirs: Network, put: Callable[[dict[str, Any]], None]) -> bool:
-    """Puts a record a comparison; returns whether bits held and logits were near XLA's."""
+def distance(found: Any, expected: Any) -> dict[str, float]:
+    """Returns how far logits [t, v] are from expected ones.
+
+    frobenius: norm of the difference over that of `expected`. largest: difference over its root
+    mean square. same_argmax: share of rows.
+    """
+    import numpy as np
+
+    difference = found - expected
+    return {
+        "frobenius": float(np.linalg.norm(difference) / np.linalg.norm(expected)),
+        "largest": float(np.abs(difference).max() / np.sqrt(np.square(expected).mean())),
+        "same_argmax": float((found.argmax(1) == expected.argmax(1)).mean()),
+    }
+
+
+def compare(
+    ours: Network, theirs: Network, loose: Network, put: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Puts a record a comparison; returns whether bits held and logits were near XLA's.
+
+    theirs, loose: XLA at the levels "batch" and "off".
+    """
     import numpy as np
 
     from deepinfer_jax.invariance.control import flipped
@@ -136,10 +159,9 @@ def compare(ours: Network, theirs: Network, put: Callable[[dict[str, Any]], None
     cases = compositions(ours.config.vocab_size)
     first, *others = cases
     lone, stock = ours.logits(cases[first]), theirs.logits(cases[first])
-    error = float(np.abs(lone - stock).max() / np.sqrt(np.square(stock).mean()))
-    same = float((lone.argmax(1) == stock.argmax(1)).mean())
-    is_near = bool(np.isfinite(lone).all()) and error <= TOLERANCE
-    put({"of": "XLA's logits", "largest": error, "tolerance": TOLERANCE, "same_argmax": same})
+    ours_to, off_to = distance(lone, stock), distance(loose.logits(cases[first]), stock)
+    is_near = ours_to["frobenius"] <= TOLERANCE * off_to["frobenius"]  # no NaN passes
+    put({"to": "XLA at batch", "kernels": ours_to, "XLA at off": off_to, "tolerance": TOLERANCE})
 
     def differing(found: Any) -> int:
         return int((found.view(np.uint32) != lone.view(np.uint32)).any(axis=1).sum())
@@ -180,12 +202,12 @@ def main() -> None:
     named: Any = options.kernels
     if named == "fast":
         named = best_kernels(read_config(EMBEDDED), "sm_90")
-    ours, theirs = (
-        Network(di.load("nano", numerics="checkpoint", determinism="batch", kernels=kernels))
-        for kernels in (named, "xla")
+    ours, theirs, loose = (
+        Network(di.load("nano", numerics="checkpoint", determinism=level, kernels=kernels))
+        for kernels, level in ((named, "batch"), ("xla", "batch"), ("xla", "off"))
     )
-    with ThreadPoolExecutor(3) as pool:
-        jobs = [(ours, LONG), (theirs, LONG), (ours, SHORT)]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [(ours, LONG), (theirs, LONG), (ours, SHORT), (loose, LONG)]
         seconds = list(pool.map(lambda job: job[0].compile(job[1]), jobs))
     about = {
         "device": jax.devices()[0].device_kind,
@@ -198,7 +220,7 @@ def main() -> None:
     }
     put(about)
     with turn(options.lock):
-        is_equal = compare(ours, theirs, put)
+        is_equal = compare(ours, theirs, loose, put)
     put({"is_equal": is_equal, "seconds": round(time.perf_counter() - begin, 1)})
     if not is_equal:
         sys.exit(1)

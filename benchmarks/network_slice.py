@@ -11,7 +11,8 @@ One line a run and case: `wall_us` of a step in a loop of steps that pass the st
 kernel time by CUPTI, split by op, with what the op needs at least (`bound_us`, from the bytes and
 products of kernels.md 4 and this GPU's ceilings). At level "batch" every row is also run alone, and
 `rows_that_differ` counts rows with other bits. FILE is locked while something is timed, for runs
-side by side.
+side by side. `distance` is that of the hidden rows from those of the first run of the same case, in
+norms of the latter; the layers round to BF16, so another order of sums already makes some.
 """
 
 import argparse
@@ -162,6 +163,7 @@ def plan_of(config: Any, case: Case, only: int | None = None) -> Any:
 
 def bounds(config: Any, case: Case) -> dict[str, float]:
     """Returns the least microseconds of each op: bytes over the copy rate, or products."""
+    from pallas_kernels.mhc_pre.arg_specs import work as mixing
     from pallas_kernels.sparse_mla_decode.arg_specs import Q4N_BYTES, work
 
     rows, hidden, attention = case.rows, config.hidden_size, config.attention
@@ -188,9 +190,10 @@ def bounds(config: Any, case: Case) -> dict[str, float]:
     dense += [(engram, 2.0 * rows * engram)]
     bf16 = width * attention.o_lora_rank + hidden * EXPERTS
     plain = [(2.0 * bf16, 2.0 * rows * bf16)] * layers
-    # coefficients of the streams, in and out, in every half of a layer
-    mixed = config.mhc.hc_mult * (config.mhc.hc_mult + 2)
-    mix = [(8.0 * rows * mixed, 0.0)] * 2 * layers
+    # coefficients of the streams in every half of a layer
+    streams = config.mhc.hc_mult
+    flop, moved = mixing(rows, streams * hidden, streams * (streams + 2))
+    mix = [(moved, flop)] * 2 * layers
     widths = [hidden] * (2 * layers + 1) + [latent, attention.head_dim] * layers
     norm = [(4.0 * rows * width, 0.0) for width in widths]
     ops = {
@@ -259,8 +262,8 @@ def differing_rows(config: Any, program: Any, params: Any, case: Case) -> int:
     return sum(int((hidden(row)[0] != together[row]).any()) for row in picks)
 
 
-def run_case(config: Any, params: Any, case: Case, lock: Path | None) -> dict[str, Any]:
-    """Returns the record of one case."""
+def run_case(config: Any, params: Any, case: Case, lock: Path | None) -> tuple[Any, dict[str, Any]]:
+    """Returns (hidden rows of the first step, record) of one case."""
     import jax
     import numpy as np
 
@@ -272,7 +275,7 @@ def run_case(config: Any, params: Any, case: Case, lock: Path | None) -> dict[st
         held = [program(params, state, plan)]
         del state
         jax.block_until_ready(held)
-        first = np.asarray(held[0][1])
+        first = np.asarray(held[0][1])[: case.rows]  # a tiled plan is longer
 
         def once() -> Any:
             held[0] = program(params, held[0][0], plan)
@@ -302,7 +305,7 @@ def run_case(config: Any, params: Any, case: Case, lock: Path | None) -> dict[st
     if config.execution.determinism == "batch" and case.sequences > 1:
         held.clear()
         record["rows_that_differ"] = differing_rows(config, program, params, case)
-    return record
+    return first, record
 
 
 def main() -> None:
@@ -316,10 +319,12 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
+    import numpy as np
 
     from deepinfer_jax.checkpoint.random_weights import random_params
     from deepinfer_jax.model.kernel_layout import for_kernels
 
+    hidden: dict[str, tuple[str, Any]] = {}
     begin = time.monotonic()
     about = {"question": "network slice", "device": jax.devices()[0].device_kind}
 
@@ -339,7 +344,10 @@ def main() -> None:
                 put({"run": name, "case": case.name, "skipped": "out of time"})
                 continue
             try:
-                put({"run": name} | run_case(config, params, case, options.lock))
+                found, record = run_case(config, params, case, options.lock)
+                first, expected = hidden.setdefault(case.name, (name, found))
+                off = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+                put({"run": name} | record | {"distance": {"from": first, "frobenius": off}})
             except Exception as error:  # the other cases still count
                 text = f"{type(error).__name__}: {error}"[:900]
                 put({"run": name, "case": case.name, "error": text})

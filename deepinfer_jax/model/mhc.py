@@ -24,14 +24,18 @@ def mix_coefficients(
     B is indexed [i, j] with i the old stream. Float32 throughout; the projection comes before the
     RMS.
     """
-    n = mhc.hc_mult
     flat = streams.reshape(streams.shape[0], -1)
-    mixed = ops.contract_float32(flat, params.fn) * ops.rms_scale(flat, eps)[:, None]
     kernel = ops.kernel("mhc_pre")
     if kernel != "xla":
-        return kernels.mhc_pre(mhc, mixed, params.scale, params.base, kernel)
-    return reference.mhc_pre(
-        mixed, params.scale, params.base, n, mhc.hc_eps, lambda matrix: sinkhorn(ops, mhc, matrix)
+        return kernels.mhc_pre(mhc, eps, flat, params.fn, params.scale, params.base, kernel)
+    mixed = ops.contract_float32(flat, params.fn) * ops.rms_scale(flat, eps)[:, None]
+    return reference.coefficients(
+        mixed,
+        params.scale,
+        params.base,
+        mhc.hc_mult,
+        mhc.hc_eps,
+        lambda matrix: sinkhorn(ops, mhc, matrix),
     )
 
 

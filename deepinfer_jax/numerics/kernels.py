@@ -4,10 +4,13 @@ The network carries float32 arrays that hold checkpoint values: BF16, or Q8 dequ
 read codes and scales. Q8 of dequantised Q8 gives the same values again, so encoding here is exact
 and costs one fused elementwise pass.
 Every function takes the name of an implementation (kernels.md section 8), which runs or raises.
+Each is jitted, so that a kernel is traced and lowered once a program, not once a layer.
 """
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt8
@@ -23,6 +26,7 @@ def is_dense(w: Weight) -> bool:
     return not isinstance(w, core.QuantArray) or w.format.startswith("fp8_block")
 
 
+@partial(jax.jit, static_argnames="implementation")
 def contract(x: Float[Array, "t i"], w: Weight, implementation: str) -> Float[Array, "t o"]:
     """Returns x @ w^T for a weight stored [o, i], x at a rounding point.
 
@@ -40,6 +44,7 @@ def contract(x: Float[Array, "t i"], w: Weight, implementation: str) -> Float[Ar
     )
 
 
+@partial(jax.jit, static_argnames="implementation")
 def contract_grouped(
     x: Float[Array, "t g i"], w: Float[Array, "g o i"], implementation: str
 ) -> Float[Array, "t g o"]:
@@ -51,6 +56,7 @@ def contract_grouped(
     )
 
 
+@partial(jax.jit, static_argnames=("eps", "implementation"))
 def norm(
     x: Float[Array, "t d"], weight: Float[Array, " d"], eps: float, implementation: str
 ) -> Float[Array, "t d"]:
@@ -61,27 +67,36 @@ def norm(
     return row.astype(jnp.float32)
 
 
+@partial(jax.jit, static_argnames=("mhc", "eps", "implementation"))
 def mhc_pre(
     mhc: MHCConfig,
-    mixed: Float[Array, "t w"],
+    eps: float,
+    streams: Float[Array, "t k"],
+    fn: Float[Array, "w k"],
     scale: Float[Array, " 3"],
     base: Float[Array, " w"],
     implementation: str,
 ) -> tuple[Float[Array, "t m"], Float[Array, "t m"], Float[Array, "t m m"]]:
-    """Returns input mix, output gain and residual mixing matrix of the projected streams."""
+    """Returns input mix, output gain and residual mixing matrix of streams of BF16 values.
+
+    eps: added to the mean square of a row.
+    """
     from pallas_kernels.mhc_pre.api import mhc_pre as coefficients
 
     return coefficients(
-        mixed,
+        streams,
+        fn,
         scale,
         base,
         streams=mhc.hc_mult,
         iterations=mhc.hc_sinkhorn_iters,
         eps=mhc.hc_eps,
+        rms_eps=eps,
         implementation=implementation,
     )
 
 
+@partial(jax.jit, static_argnames=("count", "limit", "implementation"))
 def routed_experts(
     x: Float[Array, "t d"],
     experts: tuple[Weight, Weight, Weight],
@@ -128,6 +143,7 @@ def routed_experts(
     return found.reshape(rows, slots, -1)
 
 
+@partial(jax.jit, static_argnames="implementation")
 def attend(
     query: Float[Array, "t h c"],
     window: UInt8[Array, "r w"],
@@ -162,6 +178,7 @@ def attend(
     return out.astype(jnp.float32)
 
 
+@partial(jax.jit, static_argnames="implementation")
 def index_scores(
     query: Float[Array, "t h i"],
     weight: Float[Array, "t h"],
@@ -197,6 +214,7 @@ def index_scores(
     )
 
 
+@partial(jax.jit, static_argnames=("k", "implementation"))
 def select_topk(
     scores: Float[Array, "t s"],
     k: int,
@@ -221,6 +239,7 @@ def select_topk(
     return select(scores, k, length=length, implementation=implementation)
 
 
+@partial(jax.jit, static_argnames=("block_size", "topk_blocks", "implementation"))
 def select_blocks(
     scores: Float[Array, "t s"],
     length: Int[Array, " t"],

@@ -1,4 +1,4 @@
-"""Gates and mixing matrix of the residual streams from their projection (model.md 3.3)."""
+"""Gates and mixing matrix of the residual streams, from the streams (model.md 3.3)."""
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +13,56 @@ IMPLEMENTATIONS = ("xla", "pallas_interpret", "triton")
 
 
 def mhc_pre(
-    mixed: jax.Array,
+    x: jax.Array,
+    fn: jax.Array,
     scale: jax.Array,
     base: jax.Array,
     *,
     streams: int,
     iterations: int,
     eps: float,
+    rms_eps: float,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (pre, post, matrix) of every row, float32; a row's bits depend on nothing else.
+    """Returns (pre, post, matrix) of every row, float32.
 
     ``pre = sigmoid(a) + eps``, ``post = 2 sigmoid(b)`` and the matrix balanced by Sinkhorn steps,
-    where a, b and the logits of the matrix are parts of ``mixed`` times their scale plus ``base``.
+    where a, b and the logits of the matrix are parts of ``x @ fn^T * rsqrt(mean(x^2) + rms_eps)``
+    times their scale plus ``base``. A kernel's bits of a row depend on nothing but that row; "xla"
+    is the plain formula and promises none.
 
     Args:
-        mixed: float32 [t, n (n + 2)], the projection of the streams over their RMS.
+        x: [t, k], the n streams of a row one after the other: BF16 values, held as float32 or
+            bfloat16.
+        fn: float32 [n (n + 2), k].
         scale: float32 [3], of the three parts.
         base: float32 [n (n + 2)].
         streams: n.
         iterations: row and column steps, at least 1.
         eps: added to ``pre`` and to every sum of the balancing.
+        rms_eps: added to the mean square.
         implementation: "xla", "pallas_interpret" or "triton".
 
     Returns:
         pre [t, n], post [t, n], matrix [t, n, n] with the old stream first.
 
     Raises:
-        KernelError: shapes do not fit.
+        KernelError: shapes or the dtype of x do not fit.
         KernelUnsupported: no such implementation.
     """
     width = streams * (streams + 2)
-    if mixed.ndim != 2 or mixed.shape[1] != width or base.shape != (width,) or scale.shape != (3,):
+    agree = x.ndim == 2 and x.shape[1] and fn.shape == (width, x.shape[1])
+    if not agree or base.shape != (width,) or scale.shape != (3,):
         raise KernelError(
-            f"{OP} with {streams} streams needs mixed [t, {width}], scale [3] and base [{width}], "
-            f"got {mixed.shape}, {scale.shape} and {base.shape}"
+            f"{OP} with {streams} streams needs x [t, k], fn [{width}, k], scale [3] and "
+            f"base [{width}], got {x.shape}, {fn.shape}, {scale.shape} and {base.shape}"
         )
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise KernelError(f"{OP} needs x in float32 or bfloat16, got {x.dtype}: cast it")
     require_named(OP, implementation, IMPLEMENTATIONS)
-    if implementation == "xla" or not mixed.shape[0]:
-        return reference.mhc_pre(
-            mixed,
+    if implementation == "xla" or not x.shape[0]:
+        return reference.coefficients(
+            reference.projected(x, fn, rms_eps),
             scale,
             base,
             streams,
@@ -66,7 +76,7 @@ def mhc_pre(
         streams=streams,
         iterations=iterations,
         eps=eps,
+        rms_eps=rms_eps,
         interpret=implementation == "pallas_interpret",
     )
-    args = (jnp.asarray(value, jnp.float32) for value in (mixed, scale, base))
-    return run(*args)
+    return run(x, *(jnp.asarray(value, jnp.float32) for value in (fn, scale, base)))

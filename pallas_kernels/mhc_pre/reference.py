@@ -1,10 +1,12 @@
-"""The coefficients in plain jnp; `sinkhorn` is what the network runs too."""
+"""The coefficients in plain jnp; the network runs `coefficients` and `sinkhorn` too."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.core import stock
 
 FoldSum = Callable[[jax.Array, int], jax.Array]
 
@@ -35,7 +37,13 @@ def sinkhorn(
     return lax.fori_loop(0, iterations - 1, rows_then_columns, columns(first), unroll=unroll)
 
 
-def mhc_pre(
+def projected(x: jax.Array, fn: jax.Array, rms_eps: float) -> jax.Array:
+    """Returns x [t, k] @ fn [n (n + 2), k]^T over the RMS of x as float32, in no stated order."""
+    wide = x.astype(jnp.float32)
+    return stock.contract(wide, fn) * stock.rms_scale(wide, rms_eps)[:, None]
+
+
+def coefficients(
     mixed: jax.Array,
     scale: jax.Array,
     base: jax.Array,
@@ -43,7 +51,16 @@ def mhc_pre(
     eps: float,
     balance: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (pre, post, matrix); arguments as in api.mhc_pre, balance as `sinkhorn`."""
+    """Returns (pre, post, matrix) of projected streams.
+
+    Args:
+        mixed: float32 [t, n (n + 2)], the projection of the streams over their RMS.
+        scale: float32 [3], of the three parts.
+        base: float32 [n (n + 2)].
+        streams: n.
+        eps: added to ``pre``.
+        balance: logits [t, n, n] -> the matrix, as `sinkhorn`.
+    """
     n = streams
     pre = jax.nn.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + eps
     post = 2.0 * jax.nn.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
