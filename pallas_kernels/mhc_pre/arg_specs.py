@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mhc_pre import api
-from pallas_kernels.mhc_pre.configs import TABLE
+from pallas_kernels.mhc_pre.configs import config_for
 from pallas_kernels.specs import ArgSpec, BenchCase
 
 STREAMS, ITERATIONS, EPS, RMS_EPS = 4, 20, 1e-6, 1e-20
@@ -55,12 +55,13 @@ def compile_cases(arch: str) -> list[tuple[str, Callable[..., Any], list[Any]]]:
 
     if arch not in ("sm_90", "sm_100"):
         return []
-    run = pallas_triton.build(TABLE["rows"], **_KEYWORDS)
 
-    def shapes(channels: int) -> list[Any]:
-        return list(jax.eval_shape(lambda: random_arguments(0, 256, channels)))
+    def case(rows: int, channels: int) -> tuple[str, Callable[..., Any], list[Any]]:
+        run = pallas_triton.build(config_for(rows), **_KEYWORDS)
+        shapes = list(jax.eval_shape(lambda: random_arguments(0, rows, channels)))
+        return f"n={STREAMS} k={channels} m={rows}", run, shapes
 
-    return [(f"n={STREAMS} k={channels}", run, shapes(channels)) for channels in (CHANNELS, NANO)]
+    return [case(rows, channels) for rows in (64, 256) for channels in (CHANNELS, NANO)]
 
 
 def work(rows: int, channels: int, width: int) -> tuple[float, float]:

@@ -1,4 +1,8 @@
-"""The one configuration of mhc_pre."""
+"""Tiles of mhc_pre, as data.
+
+Few and many rows use different tiles because that does not change a bit of a row (kernels.md 6,
+rule 2: shown on the H200, benchmarks/results/kernel_bits_h200_2026-11-30.jsonl).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,5 +32,14 @@ class MHCConfig:
     balance_warps: int = 4
 
 
-#: Holds for every number of streams and channels.
-TABLE: Mapping[str, MHCConfig] = MappingProxyType({"rows": MHCConfig()})
+#: Largest number of rows that take the tile for few.
+FEW_ROWS = 64
+#: Both hold for every number of streams and channels.
+TABLE: Mapping[str, MHCConfig] = MappingProxyType(
+    {"few rows": MHCConfig(rows=16), "rows": MHCConfig()}
+)
+
+
+def config_for(rows: int) -> MHCConfig:
+    """Returns the configuration for a static number of rows."""
+    return TABLE["few rows" if rows <= FEW_ROWS else "rows"]

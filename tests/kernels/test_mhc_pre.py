@@ -11,7 +11,7 @@ from pallas_kernels.errors import KernelError, KernelUnsupported
 from pallas_kernels.mhc_pre import pallas_triton, reference
 from pallas_kernels.mhc_pre.api import mhc_pre
 from pallas_kernels.mhc_pre.arg_specs import CASES, NANO, random_arguments
-from pallas_kernels.mhc_pre.configs import TABLE
+from pallas_kernels.mhc_pre.configs import FEW_ROWS, TABLE, config_for
 
 KEYWORDS = dict(CASES[0].kwargs)
 
@@ -52,6 +52,14 @@ def test_interpreter_is_close_to_float64(spec):
     rows, channels = spec.shapes[0]
     args = random_arguments(0, rows, channels)
     assert_close(interpreted(*args), expected(*args))
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_the_tile_for_a_number_of_rows_is_close_to_float64(rows):
+    run = pallas_triton.build(config_for(rows), **KEYWORDS, interpret=True)
+    args = random_arguments(7, rows, NANO)
+    assert_close(run(*args), expected(*args))
+    assert (config_for(rows) is TABLE["few rows"]) == (rows <= FEW_ROWS)
 
 
 def test_xla_is_the_plain_formula():
