@@ -150,7 +150,7 @@ def _designed(
         "D2": (True, _chunks(runtime)),
         "D3": _cache(runtime),
         "D4": _drafts(runtime, has_drafts),
-        "D5": _meshes(platform),
+        "D5": _meshes(platform, execution),
     }
 
 
@@ -228,15 +228,24 @@ def _batch_fault(platform: str, xla_flags: str) -> str | None:
     return None
 
 
-def _meshes(platform: str) -> tuple[bool, str]:
+def _meshes(platform: str, execution: ExecutionConfig) -> tuple[bool, str]:
     exchanged = "devices of a mesh exchange rows, and add no floats of each other"
     if platform == "cpu":
         return True, exchanged
+    if execution.kernels:
+        return False, (
+            f'{exchanged}, but on GPUs bits were compared with kernels="xla" only, not with '
+            f"{_named(execution)}"
+        )
     return True, f"{exchanged}; er, dp and cp of two were run, larger meshes not ({SEVERAL_GPUS})"
 
 
+def _named(execution: ExecutionConfig) -> str:
+    return ", ".join("=".join(pair) for pair in execution.kernels)
+
+
 def _arithmetic(execution: ExecutionConfig) -> str:
-    kernels = ", ".join("=".join(pair) for pair in execution.kernels) or "xla"
+    kernels = _named(execution) or "xla"
     unit = "row is" if execution.is_tiled else "product is"
     return (
         f"every {unit} computed in tiles of {execution.row_tile} rows, each sum in a fixed order "

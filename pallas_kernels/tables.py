@@ -89,11 +89,11 @@ def misfit(op: str, widths: Widths) -> str | None:
     return None
 
 
-# A form is verified when it has passed alone on the device (kernels_h200, kernel_bits_h200), and a
-# network with it at level "batch" has given rows their own bits and values near those of XLA's:
-# nano, or four layers of real sizes where nano's are too small for the op.
+# A form is verified when it has passed alone on the device, near XLA (kernels_h200) and with the
+# bits of lone rows (kernel_bits_h200), and rows kept their bits in a network with it at level
+# "batch": in 50 compositions of nano, or in four layers of real sizes if nano's do not suit it.
 _COMPILED = "pallas_kernels/compiled.txt"
-_NANO = "benchmarks/results/nano_kernels_h200_2026-11-30.jsonl"
+_NANO = "benchmarks/results/invariance_h200_2026-11-30.jsonl"
 _SLICE = "benchmarks/results/network_slice_h200_2026-11-30.jsonl"
 
 #: Every implementation beside "xla", which exists for every op on every device.

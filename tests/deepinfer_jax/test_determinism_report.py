@@ -74,6 +74,22 @@ def test_batch_on_a_gpu_is_built_to_hold_and_says_whether_that_is_proven(monkeyp
     assert "bounded" in found["D3"][1]
 
 
+def test_bits_across_a_mesh_of_gpus_are_claimed_for_what_was_compared():
+    named = replace(BATCH, kernels=(("grouped_matmul", "mosaic_sm90"),))
+    for platform, claimed in (("cpu", True), ("gpu", False)):
+        found = promises(
+            named,
+            PLAIN,
+            has_drafts=True,
+            platform=platform,
+            xla_flags=PINNED,
+            device_kind="NVIDIA H200",
+        )
+        assert found["D5"][0] == claimed
+        assert ("grouped_matmul=mosaic_sm90" in found["D5"][1]) != claimed
+        assert found["D1"][0]
+
+
 def test_a_mesh_of_gpus_is_held_like_one_gpu(monkeypatch):
     two = jax.devices()[:1] * 2
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
