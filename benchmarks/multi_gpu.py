@@ -104,7 +104,6 @@ def tasks_of(parts: str, devices: int, *, small: bool = False) -> list[Task]:
     nano = [one | {"level": "batch", "kernels": "load"} for one in nano]
     first += points("b", "bucket_bits", "batch", "load", ({},))
     later = points("d", "eplb_bits", "batch", "load", pure[:1])
-    later += points("b", "slice_bits", "batch", "fast", ({}, *every))
     later += steps("off", [mesh for mesh in every if mesh not in pure])
     later += steps("batch", ({}, *pure[:1]))
     every_task: list[Task] = [*first, *nano, *later]

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.nano_kernels import best_kernels
 from benchmarks.network_slice import EXPERTS, TABLE_ROWS, Case, filled_state
 from deepinfer_jax.checkpoint.abstract import abstract_params
 from deepinfer_jax.checkpoint.random_weights import random_params
@@ -107,18 +106,14 @@ def slice_config(setting: Setting) -> ModelConfig:
 
 
 def _kernels(config: ModelConfig, which: str) -> tuple[tuple[str, str], ...]:
-    widths, kind = attention_widths(config), jax.devices()[0].device_kind
-    if which == "load":
-        return choose_kernels(
-            None,
-            numerics="checkpoint",
-            scale_block=config.dense_block_size,
-            device_kind=kind,
-            widths=widths,
-        )
-    if jax.default_backend() not in GPU_PLATFORMS:
-        return ()
-    return tuple(sorted(best_kernels(config, "sm_90").items()))
+    on_gpu = jax.default_backend() in GPU_PLATFORMS
+    return choose_kernels(
+        "pallas" if which == "fast" and on_gpu else None,
+        numerics="checkpoint",
+        scale_block=config.dense_block_size,
+        device_kind=jax.devices()[0].device_kind,
+        widths=attention_widths(config),
+    )
 
 
 def sizes_of(config: ModelConfig) -> MeshSizes:

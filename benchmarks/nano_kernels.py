@@ -1,8 +1,8 @@
 """Does nano at level "batch" keep its bits on Pallas kernels, and agree with XLA? (issue 8, E5)
 
-    python -m benchmarks.nano_kernels [--json OUT.jsonl] [--kernels fast] [--lock FILE]
+    python -m benchmarks.nano_kernels [--json OUT.jsonl] [--kernels pallas] [--lock FILE]
 
-nano runs with the best kernel of every covered op that has a form for its sizes. A sequence runs in
+nano runs with a kernel for every covered op that has a form for its sizes. A sequence runs in
 one call, in chunks, beside five others with all rows mixed, and in a longer plan; its logits are
 compared as integers, and every layer with XLA's from the same inputs, for several rows and for more
 than a dense product of few rows takes (`benchmarks.layer_distances`). How far the logits are from
@@ -31,19 +31,6 @@ from benchmarks.turns import turn
 ROWS = 48  # of the sequence
 OTHERS = 5  # sequences of as many rows
 SHORT, LONG = 16, 512  # rows of the two plans
-
-
-def best_kernels(config: Any, arch: str) -> dict[str, str]:
-    """Returns the kernel of every covered op that has one for a config's widths."""
-    from deepinfer_jax.numerics.selection import attention_widths
-    from pallas_kernels.tables import ENTRIES, misfit
-
-    widths = attention_widths(config)
-    return {
-        e.op: e.implementation
-        for e in ENTRIES
-        if e.arch == arch and e.default_arithmetic and not misfit(e.op, widths)
-    }
 
 
 class Network:
@@ -195,7 +182,7 @@ def compare(ours: Network, theirs: Network, put: Callable[[dict[str, Any]], None
 def main() -> None:
     """Prints the lines; exits 1 where bits differ or logits are not XLA's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kernels", default="fast", help="fast (Pallas), or what load takes")
+    parser.add_argument("--kernels", default="pallas", help="what load takes")
     parser.add_argument("--lock", type=Path, help="a file to lock while the programs run")
     parser.add_argument("--json", type=Path, help="also append the lines to this file")
     options = parser.parse_args()
@@ -203,8 +190,6 @@ def main() -> None:
     import jax
 
     import deepinfer_jax as di
-    from deepinfer_jax.config.hf import read_config
-    from deepinfer_jax.loading import EMBEDDED
 
     begin = time.perf_counter()
 
@@ -215,12 +200,9 @@ def main() -> None:
             with options.json.open("a", encoding="utf-8") as out:
                 out.write(line + "\n")
 
-    named: Any = options.kernels
-    if named == "fast":
-        named = best_kernels(read_config(EMBEDDED), "sm_90")
     ours, theirs = (
         Network(di.load("nano", numerics="checkpoint", determinism="batch", kernels=kernels))
-        for kernels in (named, "xla")
+        for kernels in (options.kernels, "xla")
     )
     with ThreadPoolExecutor(4) as pool:
         jobs = [(one, length) for length in (LONG, SHORT) for one in (ours, theirs)]

@@ -65,17 +65,25 @@ CASES = {
 
 def slice_config(kernels: str, level: Any) -> Any:
     """Returns the config of the four layers, run with "pallas" or "xla" at a level."""
+    import jax
+
     import deepinfer_jax as di
     from deepinfer_jax.config.engram_primes import engram_primes
     from deepinfer_jax.config.model import ExecutionConfig
     from deepinfer_jax.determinism import row_tile
-    from pallas_kernels.tables import ENTRIES
+    from deepinfer_jax.numerics.selection import attention_widths, choose_kernels
 
     whole = di.preset("deepseek-v4.1-flash")
     assert whole.engram is not None
     engram = replace(whole.engram, engram_layer_ids=(0,), engram_vocab_size=TABLE_ROWS)
     rows = engram_primes(engram).num_embeddings
-    best = {e.op: e.implementation for e in ENTRIES if e.arch == "sm_90" and e.default_arithmetic}
+    chosen = choose_kernels(
+        kernels,
+        numerics="checkpoint",
+        scale_block=whole.dense_block_size,
+        device_kind=jax.devices()[0].device_kind,
+        widths=attention_widths(whole),
+    )
     return replace(
         whole,
         num_hidden_layers=4,
@@ -93,7 +101,7 @@ def slice_config(kernels: str, level: Any) -> Any:
         execution=ExecutionConfig(
             numerics="checkpoint",
             determinism=level,
-            kernels=tuple(sorted(best.items())) if kernels == "pallas" else (),
+            kernels=chosen,
             row_tile=row_tile(level),
             branches="static",
         ),

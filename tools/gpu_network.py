@@ -34,9 +34,8 @@ from deepinfer_jax.model.moe import all_experts
 from deepinfer_jax.model.params import ExpertParams
 from deepinfer_jax.model.step import Plan, logits, step
 from deepinfer_jax.numerics.ops import ops_for
-from deepinfer_jax.numerics.selection import attention_widths
+from deepinfer_jax.numerics.selection import attention_widths, choose_kernels
 from pallas_kernels.core import fixed
-from pallas_kernels.tables import ENTRIES, misfit
 
 ROWS = 2 * ROW_TILES["gpu"]
 
@@ -44,12 +43,15 @@ ROWS = 2 * ROW_TILES["gpu"]
 def compile_step() -> tuple[dict[str, str], int, str]:
     """Returns (kernels, hidden width, optimised HLO) of one step with drafts and logits."""
     config = read_config(EMBEDDED)
-    widths = attention_widths(config)
-    kernels = {
-        e.op: e.implementation
-        for e in ENTRIES
-        if e.arch == "sm_90" and e.default_arithmetic and not misfit(e.op, widths)
-    }
+    kernels = dict(
+        choose_kernels(
+            "pallas",
+            numerics="checkpoint",
+            scale_block=config.dense_block_size,
+            device_kind="NVIDIA H200",
+            widths=attention_widths(config),
+        )
+    )
     execution = ExecutionConfig(
         numerics="checkpoint",
         determinism="batch",

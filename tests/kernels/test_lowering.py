@@ -24,9 +24,8 @@ from deepinfer_jax.loading import EMBEDDED
 from deepinfer_jax.model.cached import init_state
 from deepinfer_jax.model.kernel_layout import for_kernels
 from deepinfer_jax.model.step import Plan, logits, step
-from deepinfer_jax.numerics.selection import attention_widths
-from pallas_kernels import COVERED, tables
-from pallas_kernels.tables import misfit
+from deepinfer_jax.numerics.selection import attention_widths, choose_kernels
+from pallas_kernels import COVERED
 
 ROWS = 64
 
@@ -65,13 +64,12 @@ def contracted(text):
 
 def h200_kernels(config):
     """Returns the implementation of every covered op that an H200 runs at best for a model."""
-    widths = attention_widths(config)
-    return tuple(
-        sorted(
-            (entry.op, entry.implementation)
-            for entry in tables.ENTRIES
-            if entry.arch == "sm_90" and entry.default_arithmetic and not misfit(entry.op, widths)
-        )
+    return choose_kernels(
+        "pallas",
+        numerics="checkpoint",
+        scale_block=config.dense_block_size,
+        device_kind="NVIDIA H200",
+        widths=attention_widths(config),
     )
 
 
