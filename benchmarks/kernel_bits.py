@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.turns import turn
 from pallas_kernels import core
 from pallas_kernels.block_scaled_matmul import api as dense
-from pallas_kernels.block_scaled_matmul.arg_specs import LINEARS
+from pallas_kernels.block_scaled_matmul.arg_specs import LINEARS, NARROW
 from pallas_kernels.indexer_logits import api as indexer
 from pallas_kernels.mhc_pre import api as mixing
 from pallas_kernels.mhc_pre import arg_specs as mixing_specs
@@ -41,7 +41,7 @@ from pallas_kernels.sparse_mla_decode.arg_specs import random_arguments
 COUNTS = (1, 2, 3, 8, 63, 64, 65, 128, 257, 1024)
 BATCH = 1024
 SHARING = 8  # rows of one sequence
-NARROW = (64, 192)  # N and K of a weight that is narrower than a tile
+DENSE = {**LINEARS, "narrow": NARROW}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
 
 
 def _dense(name: str) -> Case:
-    n, k = LINEARS.get(name, NARROW)
+    n, k = DENSE[name]
     keys = jax.random.split(jax.random.key(1), 3)
     x = core.fake_q8(jax.random.normal(keys[0], (BATCH, k))).astype(jnp.bfloat16)
     payload = jax.random.normal(keys[1], (n, k)).astype(jnp.float8_e4m3fn)
@@ -136,8 +136,7 @@ def cases(only: str) -> Iterator[Case]:
         f"indexer_logits {group} {page}": partial(_indexer, group, page, 4096 // page)
         for group, page in ((1, 64), (SHARING, 64), (3, 64), (5, 64), (1, 128), (SHARING, 128))
     }
-    dense_names = (*LINEARS, "narrow")
-    makers |= {f"block_scaled_matmul {name}": partial(_dense, name) for name in dense_names}
+    makers |= {f"block_scaled_matmul {name}": partial(_dense, name) for name in DENSE}
     makers |= {
         "sparse_mla_decode q4n": partial(_attention, "q4n", 288),
         "sparse_mla_decode q8": partial(_attention, "q8", 528),

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model import mhc
-from deepinfer_jax.model.attention.sublayer import empty_selection
 from deepinfer_jax.model.layer import apply_layer
+from deepinfer_jax.model.network import first_flow
 from deepinfer_jax.model.tile import Flow, Rows, role_table
 from deepinfer_jax.numerics.ops import ops_for
 
@@ -37,15 +36,9 @@ def layer_program(config: ModelConfig, rows: int) -> Any:
     return jax.jit(run)
 
 
-def first_flow(config: ModelConfig, params: Any, state: Any, tile: Rows) -> Flow:
-    """Returns what enters the first layer."""
-    embedded = params.embed[tile.ids].astype(jnp.float32)
-    count, streams = len(tile.ids), config.mhc.hc_mult
-    return Flow(
-        streams=jnp.broadcast_to(embedded[:, None], (count, streams, config.hidden_size)),
-        mix=mhc.initial_mix(count, streams),
-        selection=empty_selection(config, state, count),
-    )
+def frobenius(found: Any, expected: Any) -> float:
+    """Returns the norm of the difference over that of `expected`."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def layer_distances(
@@ -72,10 +65,10 @@ def layer_distances(
         got, want = (np.asarray(one.streams, np.float64)[kept] for one in (found, flow))
         error = np.abs(got - want)
         within = (error.max((1, 2)) <= TOKEN * np.abs(want).max((1, 2))).mean()
-        frobenius = np.linalg.norm(error) / np.linalg.norm(want)
+        norm = frobenius(got, want)
         yield {
             "layer": layer,
-            "frobenius": float(frobenius),
+            "frobenius": norm,
             "tokens_within": float(within),
-            "is_near": bool(frobenius <= FROBENIUS and within >= TOKENS),
+            "is_near": bool(norm <= FROBENIUS and within >= TOKENS),
         }

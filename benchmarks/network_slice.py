@@ -327,8 +327,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
-    import numpy as np
 
+    from benchmarks.layer_distances import frobenius
     from deepinfer_jax.checkpoint.random_weights import random_params
     from deepinfer_jax.model.kernel_layout import for_kernels
 
@@ -354,8 +354,8 @@ def main() -> None:
             try:
                 found, record = run_case(config, params, case, options.lock)
                 first, expected = hidden.setdefault(case.name, (name, found))
-                off = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-                put({"run": name} | record | {"distance": {"from": first, "frobenius": off}})
+                distance = {"from": first, "frobenius": frobenius(found, expected)}
+                put({"run": name} | record | {"distance": distance})
             except Exception as error:  # the other cases still count
                 text = f"{type(error).__name__}: {error}"[:900]
                 put({"run": name, "case": case.name, "error": text})

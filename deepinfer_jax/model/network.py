@@ -45,16 +45,7 @@ def run_tile(
     the last KV source only (engine.md 4.2). The values of rows below the floor mean nothing then.
     """
     state = _remember(config, params, state, tile)
-    embedded = params.embed[tile.ids].astype(jnp.float32)
-    is_image = image_mask(config, tile.ids)
-    if tile.image is not None and is_image is not None:
-        embedded = jnp.where(is_image[:, None], tile.image, embedded)
-    count, streams = tile.ids.shape[0], config.mhc.hc_mult
-    start = Flow(
-        streams=jnp.broadcast_to(embedded[:, None], (count, streams, config.hidden_size)),
-        mix=mhc.initial_mix(count, streams),
-        selection=empty_selection(config, state, count),
-    )
+    start = first_flow(config, params, state, tile)
     wanted = (*collect, "tap") if drafting else collect
 
     def layer(carry: tuple, scanned: tuple[Role, LayerParams | None]) -> tuple:
@@ -87,6 +78,20 @@ def run_tile(
     hidden = mhc.collapse(ops, flow.mix, flow.streams)
     final = ops.norm(hidden, params.norm, config.rms_norm_eps)
     return state, final, {name: jnp.asarray(seen[name]) for name in collect}
+
+
+def first_flow(config: ModelConfig, params: Params, state: CacheState, tile: Rows) -> Flow:
+    """Returns what enters the first layer: every stream is the embedding, or the image's row."""
+    embedded = params.embed[tile.ids].astype(jnp.float32)
+    is_image = image_mask(config, tile.ids)
+    if tile.image is not None and is_image is not None:
+        embedded = jnp.where(is_image[:, None], tile.image, embedded)
+    count, streams = tile.ids.shape[0], config.mhc.hc_mult
+    return Flow(
+        streams=jnp.broadcast_to(embedded[:, None], (count, streams, config.hidden_size)),
+        mix=mhc.initial_mix(count, streams),
+        selection=empty_selection(config, state, count),
+    )
 
 
 def _one_by_one(

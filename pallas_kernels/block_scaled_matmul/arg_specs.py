@@ -24,6 +24,8 @@ LINEARS = MappingProxyType(
         "main_proj": (5120, 15360),
     }
 )
+#: N and K of a weight with fewer rows than a tile has columns.
+NARROW = (64, 192)
 #: Groups, N and K of the BF16 products.
 BF16 = MappingProxyType(
     {"wo_a": (8, 1024, 4096), "router": (1, 384, 5120), "head": (1, 129280, 5120)}
@@ -69,7 +71,7 @@ def _sm90_cases() -> list[tuple[str, Callable[..., Any], list[Any]]]:
         w = [_spec((n, k), jnp.uint8), _spec((n // 32, k // 32), jnp.uint8)]
         cases.append((f"q8 m={m} n={n} k={k}", run, [_spec((m, k), jnp.bfloat16), *w]))
 
-    block(512, 64, 192)
+    block(512, *NARROW)
     for m in (8, 16, 32, 64, 257, 8192):
         block(m, *LINEARS["wq_b"])
         block(m, *LINEARS["wo_b"])
@@ -169,7 +171,7 @@ def bench_cases() -> list[BenchCase]:
     return [
         *(_fp8_case(*shape) for shape in FP8),
         *(_q8_case(name, m, *shape) for name, shape in LINEARS.items() for m in (1, 64, 4096)),
-        _q8_case("narrower than a tile", 512, 64, 192),
+        _q8_case("narrower than a tile", 512, *NARROW),
         *(_bf16_case(name, m, *BF16[name]) for name in ("wo_a", "router") for m in (64, 4096)),
         _bf16_case("head", 64, *BF16["head"]),
     ]
